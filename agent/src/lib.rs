@@ -1,0 +1,1 @@
+//! Goals, proposers, branches, the campaign, the judge and the review queue.

@@ -1,0 +1,5 @@
+//! Tasks, suites, scorers, statistics, fingerprints, and the metered client of remote models. Sees a model only through
+//! [`model::LanguageModel`]; names no model's insides.
+
+pub mod model;
+pub mod task;
