@@ -19,6 +19,8 @@ pub mod head;
 pub mod lightning;
 pub mod linear;
 pub mod norm;
+#[cfg(test)]
+mod oracle;
 pub mod pointwise;
 pub mod rope;
 pub mod router;

@@ -40,7 +40,15 @@ impl State {
 }
 
 /// `out[T, heads · d]`. `finals` gets the state after each segment's last row (its open chunk folded), one `[heads · d · d]` a segment.
-pub fn forward(shape: &Heads, forest: &Forest, q: &Tensor, k: &Tensor, v: &Tensor, out: &mut Tensor, finals: &mut Vec<Vec<f32>>) {
+pub fn forward(
+    shape: &Heads,
+    forest: &Forest,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    out: &mut Tensor,
+    finals: &mut Vec<Vec<f32>>,
+) {
     todo!()
 }
 

@@ -25,12 +25,25 @@ pub struct Routes {
 }
 
 /// Routes `logits[T, E]`. With `replay` (`[T, k]` ids) those experts are taken, their weights gathered from today's full scores.
-pub fn forward(scoring: Scoring, logits: &Tensor, bias: Option<&[f32]>, k: usize, replay: Option<&[u32]>, routes: &mut Routes) {
+pub fn forward(
+    scoring: Scoring,
+    logits: &Tensor,
+    bias: Option<&[f32]>,
+    k: usize,
+    replay: Option<&[u32]>,
+    routes: &mut Routes,
+) {
     todo!()
 }
 
 /// `d_logits[T, E]` (overwritten) from `d_weights[T, k]`; `d_scores`, where given, is the auxiliary loss's gradient `[T, E]`.
-pub fn backward(scoring: Scoring, routes: &Routes, d_weights: &[f32], d_scores: Option<&Tensor>, d_logits: &mut Tensor) {
+pub fn backward(
+    scoring: Scoring,
+    routes: &Routes,
+    d_weights: &[f32],
+    d_scores: Option<&Tensor>,
+    d_logits: &mut Tensor,
+) {
     todo!()
 }
 

@@ -11,7 +11,8 @@ impl Pool {
     /// # Errors
     /// When the system gives no threads.
     pub fn new(threads: usize) -> Result<Self, rayon::ThreadPoolBuildError> {
-        let inner = rayon::ThreadPoolBuilder::new().num_threads(threads).start_handler(|_| flush_denormals()).build()?;
+        let inner =
+            rayon::ThreadPoolBuilder::new().num_threads(threads).start_handler(|_| flush_denormals()).build()?;
         Ok(Self { inner })
     }
 
