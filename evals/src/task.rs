@@ -1,9 +1,19 @@
 //! A task: a generator of problems and a verifier of answers. RL trains on it, suites score it. A problem belongs to training or to
-//! evaluation by its hash, so the two never overlap.
+//! evaluation by its hash, so the two never overlap. Each native task has a file of its own under `task/`.
 
-use hone_runs::Result;
+mod addition;
+mod generated;
+
+use addition::Addition;
+use generated::Generated;
+use hone_runs::{Class, Failure, Result};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::path::Path;
+
+/// The share of each native task's problems that is kept for evaluation and never drawn in training.
+pub const EVALUATION_SHARE: f64 = 0.2;
 
 /// One problem.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -43,7 +53,7 @@ pub trait Task: Send + Sync {
 }
 
 /// What a recipe's `task:` with its parameters, or a suite's `data:`, says. Parameters not of that task are refused by [`TaskSpec::build`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
 pub struct TaskSpec {
     /// `addition`, `reverse`, `countdown`, `text`, or a suite file of the workspace.
     pub task: String,
@@ -56,4 +66,56 @@ pub struct TaskSpec {
     /// Text, JSON Lines: the file, relative to the workspace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
+}
+
+impl TaskSpec {
+    /// The task that this names. `root` is the workspace, from which files are read.
+    ///
+    /// # Errors
+    /// [`Class::Usage`] when the task is unknown, or a parameter is missing, out of range, or not the task's own.
+    pub fn build(&self, _root: &Path) -> Result<Box<dyn Task>> {
+        match self.task.as_str() {
+            "addition" => {
+                self.only(&["digits"])?;
+                Ok(Box::new(Generated(Addition::new(self.digits.unwrap_or(2))?)))
+            }
+            other => Err(Failure::new(Class::Usage, format!("There is no task `{other}`.")).hint(
+                "native tasks: addition, reverse, countdown, text; or name a suite file such as evals/add.yaml.",
+            )),
+        }
+    }
+
+    /// Refuses every parameter that is given and not among `own`.
+    fn only(&self, own: &[&str]) -> Result<()> {
+        let given =
+            [("digits", self.digits.is_some()), ("length", self.length.is_some()), ("file", self.file.is_some())];
+        match given.iter().find(|(name, is_given)| *is_given && !own.contains(name)) {
+            None => Ok(()),
+            Some((name, _)) => {
+                Err(Failure::new(Class::Usage, format!("The task `{}` has no parameter `{name}`.", self.task))
+                    .hint(format!("its parameters: {}.", own.join(", "))))
+            }
+        }
+    }
+}
+
+/// Hash of `parts`, hex. Each part's length is hashed too, so that no two lists of parts collide.
+pub(crate) fn digest(parts: &[&str]) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hex::encode(hash.finalize())
+}
+
+/// Where `key` falls in [0, 1) for `purpose`: uniform over keys, the same on every machine, independent between purposes.
+pub(crate) fn point(purpose: &str, key: &str) -> f64 {
+    let mut hash = Sha256::new();
+    hash.update(purpose);
+    hash.update([0]);
+    hash.update(key);
+    let first: [u8; 8] = hash.finalize()[..8].try_into().expect("a SHA-256 has 32 bytes");
+    // The top 53 bits are all that an f64 in [0, 1) holds evenly.
+    (u64::from_be_bytes(first) >> 11) as f64 / (1u64 << 53) as f64
 }
