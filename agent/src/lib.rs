@@ -1,1 +1,6 @@
 //! Goals, proposers, branches, the campaign, the judge and the review queue.
+
+pub mod digest;
+pub mod edit;
+pub mod judge;
+pub mod proposal;
