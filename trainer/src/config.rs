@@ -1,5 +1,7 @@
-//! What a decoder is made of: the model config, its presets, and the counts that follow from it.
+//! What a decoder is made of: the model config, its presets, and the counts that follow from it (weights, floating-point
+//! operations). Holds no tensor; the names of weights are in `weights`.
 
+use hone_runs::{Class, Failure, Result};
 use serde::{Deserialize, Serialize};
 
 /// How a layer mixes tokens.
@@ -14,7 +16,7 @@ pub enum Mixer {
 
 /// Where the norms stand.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
-#[serde(rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub enum Norm {
     /// x + f(norm(x)).
     Pre,
@@ -25,4 +27,306 @@ pub enum Norm {
         /// Multiplies the branch.
         beta: f32,
     },
+}
+
+/// How a router's scores become choices and weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Router {
+    /// Softmax over all experts, the top k renormalised (MiniMax-01).
+    Softmax,
+    /// Sigmoid scores; a bias that no weight sees picks the top k (MiniMax-M2).
+    SigmoidBias,
+}
+
+/// Models with a name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum Preset {
+    /// 3 lightning layers and 1 softmax, width 64, 4 experts: trains on small tasks in seconds.
+    HybridNano,
+    /// 7 lightning layers and 1 softmax, width 64, 8 experts.
+    HybridTiny,
+    /// 4 softmax layers with a dense feed-forward, width 64.
+    SoftmaxTiny,
+    /// 7 lightning layers and 1 softmax, width 256, 8 experts: 30 million weights with a vocabulary of 4,096.
+    Small,
+}
+
+/// Writes the fields once for the two types that have them: `ModelConfig`, where each has a value, and `ModelSpec`, where
+/// a recipe names only what differs from its preset.
+macro_rules! model_fields {
+    ($($(#[$meta:meta])* $name:ident: $type:ty,)*) => {
+        /// The shape of a decoder, every field given: what a checkpoint keeps.
+        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+        #[serde(deny_unknown_fields)]
+        pub struct ModelConfig {
+            /// Number of token ids; the tokenizer decides it.
+            pub vocab_size: usize,
+            $($(#[$meta])* pub $name: $type,)*
+        }
+
+        /// The `model` of a recipe: a preset, fields that differ from it, or a checkpoint to start from.
+        #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, schemars::JsonSchema)]
+        #[serde(deny_unknown_fields, default)]
+        pub struct ModelSpec {
+            /// The preset that gives every field not named here; `hybrid-tiny` where absent.
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub preset: Option<Preset>,
+            /// A checkpoint folder to start from, with its own shape and tokenizer; then no other field may stand here.
+            #[serde(skip_serializing_if = "Option::is_none")]
+            pub from: Option<String>,
+            $($(#[$meta])* #[serde(skip_serializing_if = "Option::is_none")] pub $name: Option<$type>,)*
+        }
+
+        impl ModelSpec {
+            /// True where a field besides `from` is named.
+            fn names_shape(&self) -> bool {
+                self.preset.is_some() $(|| self.$name.is_some())*
+            }
+
+            fn apply(&self, config: &mut ModelConfig) {
+                $(if let Some(value) = &self.$name {
+                    config.$name = value.clone();
+                })*
+            }
+        }
+    };
+}
+
+model_fields! {
+    /// Width of the residual stream.
+    #[schemars(extend("x-tunable" = {"choices": [48, 64, 96, 128], "scale": "choice"}))]
+    hidden_size: usize,
+    /// Number of layers.
+    #[schemars(extend("x-tunable" = {"low": 2, "high": 12, "scale": "linear"}))]
+    layers: usize,
+    /// Layer i is softmax where (i + 1) is a multiple of this, else lightning: 8 is MiniMax-01's 7:1, 1 all softmax, 0 all lightning.
+    #[schemars(extend("x-tunable" = {"choices": [1, 2, 4, 8], "scale": "choice"}))]
+    softmax_every: usize,
+    /// The mixer of each layer, where a period does not say it; empty otherwise.
+    mixers: Vec<Mixer>,
+    /// Query heads of a softmax layer, and heads of a lightning layer.
+    #[schemars(extend("x-tunable" = {"choices": [1, 2, 4], "scale": "choice"}))]
+    heads: usize,
+    /// Key and value heads of a softmax layer; divides `heads`.
+    kv_heads: usize,
+    /// Width of a head.
+    #[schemars(extend("x-tunable" = {"choices": [16, 32, 64], "scale": "choice"}))]
+    head_dim: usize,
+    /// How many dimensions of a head RoPE turns (softmax layers only); even.
+    rotary_dim: usize,
+    /// Base of RoPE.
+    #[schemars(extend("x-tunable" = {"low": 100.0, "high": 1e6, "scale": "log"}))]
+    rope_theta: f64,
+    /// RMSNorm over the full width of queries and keys, before RoPE (MiniMax-M2).
+    #[schemars(extend("x-tunable" = {"choices": [false, true], "scale": "choice"}))]
+    qk_norm: bool,
+    /// Tokens a chunk of lightning attention.
+    block: usize,
+    /// Width of an expert, or of the dense feed-forward.
+    #[schemars(extend("x-tunable" = {"choices": [64, 96, 128, 192, 256], "scale": "choice"}))]
+    intermediate_size: usize,
+    /// Experts a layer; 0 is one dense feed-forward.
+    #[schemars(extend("x-tunable" = {"choices": [0, 2, 4, 8], "scale": "choice"}))]
+    experts: usize,
+    /// Experts a token.
+    #[schemars(extend("x-tunable" = {"choices": [1, 2], "scale": "choice"}))]
+    experts_per_token: usize,
+    /// How experts are chosen.
+    router: Router,
+    /// Where the norms stand.
+    norm: Norm,
+    /// Added to the mean square in every RMSNorm.
+    norm_eps: f32,
+    /// The head is the embedding, transposed.
+    #[schemars(extend("x-tunable" = {"choices": [false, true], "scale": "choice"}))]
+    tie_embeddings: bool,
+}
+
+impl Preset {
+    /// The preset's config for a vocabulary of `vocab_size`.
+    pub fn config(self, vocab_size: usize) -> ModelConfig {
+        let tiny = ModelConfig {
+            vocab_size,
+            hidden_size: 64,
+            layers: 8,
+            softmax_every: 8,
+            mixers: Vec::new(),
+            heads: 2,
+            kv_heads: 1,
+            head_dim: 32,
+            rotary_dim: 16,
+            rope_theta: 10_000.0,
+            qk_norm: false,
+            block: 64,
+            intermediate_size: 128,
+            experts: 8,
+            experts_per_token: 2,
+            router: Router::Softmax,
+            norm: Norm::Pre,
+            norm_eps: 1e-5,
+            tie_embeddings: false,
+        };
+        match self {
+            Preset::HybridTiny => tiny,
+            Preset::HybridNano => {
+                ModelConfig { layers: 4, softmax_every: 4, intermediate_size: 96, experts: 4, ..tiny }
+            }
+            Preset::SoftmaxTiny => ModelConfig {
+                layers: 4,
+                softmax_every: 1,
+                intermediate_size: 192,
+                experts: 0,
+                experts_per_token: 0,
+                ..tiny
+            },
+            Preset::Small => ModelConfig {
+                hidden_size: 256,
+                heads: 4,
+                kv_heads: 2,
+                head_dim: 64,
+                rotary_dim: 32,
+                intermediate_size: 512,
+                ..tiny
+            },
+        }
+    }
+}
+
+impl ModelSpec {
+    /// The config of a fresh model for a vocabulary of `vocab_size`, validated.
+    ///
+    /// # Errors
+    /// Usage, where the fields contradict each other, or where `from` names a checkpoint (which has its own shape).
+    pub fn resolve(&self, vocab_size: usize) -> Result<ModelConfig> {
+        self.check_from()?;
+        if let Some(from) = &self.from {
+            return Err(Failure::new(Class::Usage, format!("The model starts from {from}, which has its own shape."))
+                .hint("Load that checkpoint, or name a preset instead of `from`."));
+        }
+        let mut config = self.preset.unwrap_or(Preset::HybridTiny).config(vocab_size);
+        self.apply(&mut config);
+        config.validate()?;
+        Ok(config)
+    }
+
+    /// Refuses a shape beside `from`.
+    ///
+    /// # Errors
+    /// Usage.
+    pub fn check_from(&self) -> Result<()> {
+        match &self.from {
+            Some(from) if self.names_shape() => Err(Failure::new(
+                Class::Usage,
+                format!("The model starts from {from} and names a preset or fields beside it."),
+            )
+            .hint("A checkpoint has its own shape: keep either `from` or the others.")),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl ModelConfig {
+    /// Refuses shapes that cannot be built.
+    ///
+    /// # Errors
+    /// Usage, with the first contradiction.
+    pub fn validate(&self) -> Result<()> {
+        let refuse = |message: String| Err(Failure::new(Class::Usage, message).hint("Change the `model` section."));
+        for (name, value) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("layers", self.layers),
+            ("heads", self.heads),
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("block", self.block),
+            ("intermediate_size", self.intermediate_size),
+        ] {
+            if value == 0 {
+                return refuse(format!("`{name}` is 0."));
+            }
+        }
+        if !self.heads.is_multiple_of(self.kv_heads) {
+            return refuse(format!("`heads` ({}) is not a multiple of `kv_heads` ({}).", self.heads, self.kv_heads));
+        }
+        if !self.rotary_dim.is_multiple_of(2) || self.rotary_dim > self.head_dim {
+            return refuse(format!(
+                "`rotary_dim` ({}) is not an even number up to `head_dim` ({}).",
+                self.rotary_dim, self.head_dim
+            ));
+        }
+        if !self.mixers.is_empty() && self.mixers.len() != self.layers {
+            return refuse(format!("`mixers` names {} layers of {}.", self.mixers.len(), self.layers));
+        }
+        if self.experts > 0 && !(1..=self.experts).contains(&self.experts_per_token) {
+            return refuse(format!(
+                "`experts_per_token` ({}) is not between 1 and `experts` ({}).",
+                self.experts_per_token, self.experts
+            ));
+        }
+        if !(self.norm_eps > 0.0 && self.norm_eps.is_finite()) {
+            return refuse(format!("`norm_eps` ({}) is not a positive number.", self.norm_eps));
+        }
+        if !(self.rope_theta > 1.0 && self.rope_theta.is_finite()) {
+            return refuse(format!("`rope_theta` ({}) is not a number above 1.", self.rope_theta));
+        }
+        if let Norm::Post { alpha, beta } = self.norm
+            && !(alpha.is_finite() && beta.is_finite() && beta != 0.0)
+        {
+            return refuse(format!("The post-norm's alpha ({alpha}) and beta ({beta}) are not usable numbers."));
+        }
+        Ok(())
+    }
+
+    /// The mixer of layer `layer`.
+    pub fn mixer(&self, layer: usize) -> Mixer {
+        match self.mixers.get(layer) {
+            Some(&mixer) => mixer,
+            None if self.softmax_every > 0 && (layer + 1).is_multiple_of(self.softmax_every) => Mixer::Softmax,
+            None => Mixer::Lightning,
+        }
+    }
+
+    /// Width of attention: heads × head_dim.
+    pub fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Width of keys and values in a softmax layer.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    /// Number of softmax layers.
+    pub fn softmax_layers(&self) -> usize {
+        (0..self.layers).filter(|&l| self.mixer(l) == Mixer::Softmax).count()
+    }
+
+    /// Weights that one token is multiplied with: the chosen experts' only, the head in, the embedding (a gather) out.
+    pub fn active_matmul_weights(&self) -> u64 {
+        let (h, w, kv, i) = (self.hidden_size, self.width(), self.kv_width(), self.intermediate_size);
+        let feed = if self.experts == 0 { 3 * h * i } else { h * self.experts + self.experts_per_token * 3 * h * i };
+        let softmax = 2 * h * w + 2 * h * kv; // q, o; k, v
+        let lightning = 5 * h * w; // qkv, gate, out
+        let s = self.softmax_layers();
+        (s * softmax + (self.layers - s) * lightning + self.layers * feed + h * self.vocab_size) as u64
+    }
+
+    /// Floating-point operations of training on `tokens` rows of which each sees `mean_visible` rows on average (itself
+    /// in): a token costs 6 a matmul weight (2 forward, 4 backward), 12·d²·heads a lightning layer (its state is written
+    /// and read, chunking not counted), and 12·width·visible a softmax layer. Norms, routing and pointwise work are left out.
+    pub fn train_flops(&self, tokens: u64, mean_visible: f64) -> f64 {
+        let lightning = (self.layers - self.softmax_layers()) as f64;
+        let per_token = 6.0 * self.active_matmul_weights() as f64
+            + 12.0 * lightning * (self.head_dim * self.head_dim * self.heads) as f64
+            + 12.0 * self.softmax_layers() as f64 * self.width() as f64 * mean_visible;
+        per_token * tokens as f64
+    }
+
+    /// Floating-point operations of a forward pass alone (scoring, generation): a third of [`Self::train_flops`].
+    pub fn forward_flops(&self, tokens: u64, mean_visible: f64) -> f64 {
+        self.train_flops(tokens, mean_visible) / 3.0
+    }
 }
