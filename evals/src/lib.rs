@@ -2,4 +2,6 @@
 //! [`model::LanguageModel`]; names no model's insides.
 
 pub mod model;
+pub mod scorer;
+pub mod suite;
 pub mod task;

@@ -18,7 +18,7 @@ impl Addition {
             // 18 digits: the largest sum still fits an i64, which every JSON reader and template can hold.
             Ok(digits @ 1..=18) => Ok(Self { digits }),
             _ => Err(Failure::new(Class::Usage, format!("Addition cannot have {digits} digits."))
-                .hint("give `digits` a value from 1 to 18.")),
+                .hint("give `digits` a value from 1 to 18")),
         }
     }
 }
@@ -102,7 +102,7 @@ mod tests {
     #[test]
     fn bad_parameters_are_refused() {
         let build = |spec: TaskSpec| spec.build(Path::new(".")).err().unwrap();
-        let of = |digits, length| TaskSpec { task: "addition".into(), digits, length, file: None };
+        let of = |digits, length| TaskSpec { task: "addition".into(), digits, length, ..TaskSpec::default() };
         assert!(build(of(Some(0), None)).message.contains("0 digits"));
         assert!(build(of(Some(19), None)).message.contains("19 digits"));
         assert!(build(of(None, Some(3))).message.contains("no parameter `length`"));

@@ -60,7 +60,7 @@ impl<G: Generator> Task for Generated<G> {
             }
         }
         let message = format!("The task `{}` has too few problems: all are kept for evaluation.", self.name());
-        Err(Failure::new(Class::Usage, message).hint("give it a larger size."))
+        Err(Failure::new(Class::Usage, message).hint("give it a larger size"))
     }
 
     /// A longer list begins with the shorter one.
