@@ -182,9 +182,9 @@ impl Decoder {
         head::forward(&ws.hidden, self.head(&ws.tied_head), predictions, temperature, scores);
     }
 
-    /// Log-probs of the whole vocabulary for each row of the last pass: `out[T, V]`.
-    pub(crate) fn distributions(&self, temperature: f32, ws: &Workspace, out: &mut Tensor) {
-        head::distributions(&ws.hidden, self.head(&ws.tied_head), temperature, out);
+    /// Log-probs of the whole vocabulary for each row of `hidden[N, H]`: `out[N, V]`, after [`Self::prepare_head`].
+    pub(crate) fn distributions(&self, hidden: &Tensor, temperature: f32, ws: &Workspace, out: &mut Tensor) {
+        head::distributions(hidden, self.head(&ws.tied_head), temperature, out);
     }
 
     /// Adds to `grads` the gradient for `d_logprob` a prediction, and `aux` times the balance loss's; returns the balance loss

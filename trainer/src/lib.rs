@@ -4,6 +4,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod decoder;
 pub mod engine;
+mod hugging_face;
 mod layer;
 pub mod rollout;
 pub mod tokenizer;
