@@ -3,5 +3,6 @@
 
 pub mod model;
 pub mod scorer;
+pub mod stats;
 pub mod suite;
 pub mod task;

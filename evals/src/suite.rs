@@ -397,7 +397,7 @@ impl SuiteTask {
     /// The items of `subset`, always in the same order.
     ///
     /// # Errors
-    /// [`Class::Usage`] where there are none.
+    /// [`Class::Usage`] where there are fewer than two.
     pub fn items(&self, subset: &Subset) -> Result<&[Problem]> {
         let items = match subset.split {
             Split::Dev => &self.dev[..],
@@ -409,8 +409,9 @@ impl SuiteTask {
             Some((i, of)) if i < of => &items[items.len() * i / of..items.len() * (i + 1) / of],
             Some((i, of)) => return Err(usage(format!("There is no fold {i} among {of}.")).hint("folds count from 0")),
         };
-        if part.is_empty() {
-            let message = format!("The task `{}` has no items in {subset}.", self.entry.name);
+        if part.len() < 2 {
+            let message =
+                format!("The task `{}` has {} items in {subset}: no error can be told.", self.entry.name, part.len());
             return Err(usage(message).hint("give the split a share, raise `n`, or use fewer folds"));
         }
         Ok(part)
@@ -548,4 +549,169 @@ fn check_sampling(sampling: &Sampling) -> Result<()> {
 
 fn usage(message: impl Into<String>) -> Failure {
     Failure::new(Class::Usage, message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use hone_runs::draws;
+    use std::collections::HashSet;
+
+    fn suite(text: &str) -> Result<Suite> {
+        Suite::parse(Path::new("."), "evals/s.yaml", text)
+    }
+
+    fn message(text: &str) -> String {
+        suite(text).err().unwrap().to_string()
+    }
+
+    const ADD: &str = "tasks:\n- name: add\n  data: {native: addition, digits: 2, n: 400}\n  splits: {dev: 0.5, held_out: 0.5}\n  \
+                       prompt: \"{{a}}+{{b}}=\"\n  scorer: exact\n  sampling: {temperature: 0, max_tokens: 8, k: 1}\n";
+
+    #[test]
+    fn the_documented_suite_is_read() {
+        let suite = suite(ADD).unwrap();
+        assert_eq!(suite.metrics(), ["add/accuracy", "add/pass@1"]);
+        let task = suite.task_of("add/pass@1").unwrap();
+        let (dev, held_out) = (task.items(&Subset::DEV).unwrap(), task.items(&Subset::HELD_OUT).unwrap());
+        assert_eq!(dev.len() + held_out.len(), 400);
+        assert!(dev.len() > 150 && held_out.len() > 150);
+        let item = &dev[0];
+        assert_eq!(task.prompt(item).unwrap(), item.prompt);
+        assert_eq!((task.score(item, &item.answer), task.score(item, "x")), (1.0, 0.0));
+        let failure = suite.task_of("add/pass@2").err().unwrap();
+        assert!(failure.hint.unwrap().contains("add/pass@1"));
+    }
+
+    #[test]
+    fn folds_are_disjoint_equal_and_complete() {
+        let suite = suite(ADD).unwrap();
+        let task = &suite.tasks()[0];
+        let folds: Vec<_> = (0..7).map(|i| task.items(&Subset::held_out_fold(i, 7)).unwrap()).collect();
+        let sizes: HashSet<usize> = folds.iter().map(|fold| fold.len()).collect();
+        assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1);
+        let ids: HashSet<&str> = folds.iter().flat_map(|fold| fold.iter().map(|p| p.id.as_str())).collect();
+        assert_eq!(ids.len(), task.items(&Subset::HELD_OUT).unwrap().len());
+        assert!(task.items(&Subset::held_out_fold(7, 7)).is_err());
+        assert!(task.items(&Subset::held_out_fold(0, 400)).is_err(), "a fold without items");
+    }
+
+    #[test]
+    fn mistakes_are_refused_with_what_to_do() {
+        assert!(message(&ADD.replace("scorer", "scorrer")).contains("scorer"));
+        assert!(message(&ADD.replace("{{a}}", "{{c}}")).contains("the fields of this task: a, b, prompt, answer"));
+        assert!(message(&ADD.replace("{{a}}", "{{a")).contains("no Handlebars template"));
+        assert!(message(&ADD.replace("addition", "addi")).contains("native tasks: addition"));
+        assert!(message(&ADD.replace("n: 400", "n: 2")).contains("no error can be told"));
+        assert!(message(&ADD.replace("dev: 0.5", "dev: 0.6")).contains("make 1 together"));
+        assert!(message(&ADD.replace("dev: 0.5", "train: 0.2, dev: 0.3")).contains("train problems of its own"));
+        assert!(message(&ADD.replace("k: 1", "k: 4")).contains("all 4 samples are the same"));
+        assert!(message(&ADD.replace("exact", "likelihood")).contains("scored by likelihood"));
+        assert!(message(&ADD.replace("digits: 2", "length: 2")).contains("no parameter `length`"));
+        assert!(message(&format!("{ADD}{}", ADD.replace("tasks:\n", ""))).contains("Two tasks"));
+        assert!(message("tasks: []").contains("no tasks"));
+    }
+
+    #[test]
+    fn the_hash_is_of_the_content_and_not_of_the_layout() {
+        let plain = suite(ADD).unwrap();
+        assert_eq!(plain.hash(), suite(&format!("# a comment\n{ADD}")).unwrap().hash());
+        assert_ne!(plain.hash(), suite(&ADD.replace("max_tokens: 8", "max_tokens: 9")).unwrap().hash());
+    }
+
+    /// A workspace with 200 questions and a suite over them.
+    fn workspace(splits: &str) -> (tempfile::TempDir, String) {
+        let dir = tempfile::tempdir().unwrap();
+        let rows: String =
+            (0..200).map(|i| format!("{{\"q\": \"What is {i} + 1?\", \"a\": \"so #### {}\"}}\n", i + 1)).collect();
+        std::fs::write(dir.path().join("q.jsonl"), &rows).unwrap();
+        let sha256 = {
+            use sha2::{Digest, Sha256};
+            hex::encode(Sha256::digest(&rows))
+        };
+        let text = format!(
+            "tasks:\n- name: q\n  data: {{file: q.jsonl, sha256: {sha256}, question: q, answer: a}}\n  splits: {{{splits}}}\n  \
+             prompt: \"Q: {{{{q}}}} <A>\"\n  scorer: numeric\n"
+        );
+        std::fs::write(dir.path().join("s.yaml"), &text).unwrap();
+        (dir, text)
+    }
+
+    #[test]
+    fn only_the_train_split_of_a_file_is_trained_on() {
+        let (dir, _) = workspace("train: 0.6, dev: 0.2, held_out: 0.2");
+        let spec = TaskSpec { task: "s.yaml".into(), ..TaskSpec::default() };
+        let task = spec.build(dir.path()).unwrap();
+        let held: HashSet<String> = task.evaluation(1000).unwrap().into_iter().map(|p| p.id).collect();
+        let mut rng = draws(0, "test", 0, 0);
+        let drawn: HashSet<String> = (0..2000).map(|_| task.draw(&mut rng).unwrap().id).collect();
+        assert!(held.is_disjoint(&drawn));
+        assert_eq!(held.len() + drawn.len(), 200);
+        let problem = task.draw(&mut rng).unwrap();
+        assert!(
+            problem.prompt.starts_with("Q: What is ") && problem.prompt.ends_with("<A>"),
+            "unescaped: {}",
+            problem.prompt
+        );
+        assert_eq!(task.verify(&problem, &problem.answer), 1.0);
+        for split in [Split::Dev, Split::HeldOut] {
+            let failure = TaskSpec { split: Some(split), ..spec.clone() }.build(dir.path()).err().unwrap();
+            assert!(failure.message.contains("cannot be trained on"), "{failure}");
+        }
+        assert!(TaskSpec { split: Some(Split::Train), ..spec }.build(dir.path()).is_ok());
+    }
+
+    #[test]
+    fn a_file_without_a_train_split_cannot_be_trained_on() {
+        let (dir, _) = workspace("dev: 0.5, held_out: 0.5");
+        let failure = TaskSpec { task: "s.yaml".into(), ..TaskSpec::default() }.build(dir.path()).err().unwrap();
+        assert!(failure.message.contains("no train split"));
+    }
+
+    #[test]
+    fn a_changed_or_unnamed_file_is_refused() {
+        let (dir, text) = workspace("dev: 0.5, held_out: 0.5");
+        let load = |text: &str| Suite::parse(dir.path(), "s.yaml", text).err().unwrap();
+        assert!(load(&text.replace("question: q", "question: z")).message.contains("`z` is missing"));
+        let failure = load(
+            &text
+                .replace("a: a}", "b: a}")
+                .replace("answer: a", "answer: q")
+                .replace("numeric", "exact")
+                .replace("sha256", "sha"),
+        );
+        assert!(failure.hint.unwrap().contains("sha256"));
+        std::fs::write(dir.path().join("q.jsonl"), "{\"q\": \"x\", \"a\": \"1\"}\n").unwrap();
+        assert_eq!(load(&text).class, Class::Integrity);
+    }
+
+    #[test]
+    fn a_text_is_scored_by_its_likelihood() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(
+            dir.path().join("t.txt"),
+            "abc def\n"
+                .repeat(2000)
+                .chars()
+                .enumerate()
+                .map(|(i, c)| if i % 7 == 0 { char::from(b'a' + (i / 7 % 26) as u8) } else { c })
+                .collect::<String>(),
+        )
+        .unwrap();
+        let suite = Suite::parse(
+            dir.path(),
+            "s.yaml",
+            "tasks:\n- name: prose\n  data: {native: text, file: t.txt, length: 100}\n",
+        )
+        .unwrap();
+        assert_eq!(suite.metrics(), ["prose/loss", "prose/bits_per_byte"]);
+        let failure = Suite::parse(
+            dir.path(),
+            "s.yaml",
+            "tasks:\n- name: t\n  data: {native: text, file: t.txt}\n  scorer: exact\n",
+        )
+        .err()
+        .unwrap();
+        assert!(failure.message.contains("likelihood alone"));
+    }
 }
