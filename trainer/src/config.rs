@@ -330,3 +330,88 @@ impl ModelConfig {
         self.train_flops(tokens, mean_visible) / 3.0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_spec_names_what_differs_from_its_preset() {
+        let spec: ModelSpec = serde_json::from_str(
+            r#"{"preset": "hybrid-nano", "hidden_size": 48, "norm": {"post": {"alpha": 2, "beta": 1}}}"#,
+        )
+        .unwrap();
+        let config = spec.resolve(20).unwrap();
+        let norm = Norm::Post { alpha: 2.0, beta: 1.0 };
+        assert_eq!(config, ModelConfig { hidden_size: 48, norm, ..Preset::HybridNano.config(20) });
+        assert_eq!(ModelSpec::default().resolve(20).unwrap(), Preset::HybridTiny.config(20));
+        assert!(serde_json::from_str::<ModelSpec>(r#"{"hidden": 48}"#).is_err(), "unknown keys are refused");
+        assert!(serde_json::from_str::<ModelSpec>(r#"{"norm": {"post": {"alpha": 2, "bta": 1}}}"#).is_err());
+        let from = ModelSpec { from: Some("runs/a".into()), ..ModelSpec::default() };
+        assert!(from.check_from().is_ok());
+        assert!(from.resolve(20).is_err());
+        assert!(ModelSpec { layers: Some(2), ..from }.check_from().is_err());
+    }
+
+    #[test]
+    fn seven_lightning_layers_stand_to_one_softmax() {
+        let config = ModelConfig { layers: 16, ..Preset::HybridTiny.config(20) };
+        let softmax: Vec<usize> = (0..16).filter(|&l| config.mixer(l) == Mixer::Softmax).collect();
+        assert_eq!(softmax, [7, 15]);
+        assert_eq!(ModelConfig { softmax_every: 1, ..config.clone() }.softmax_layers(), 16);
+        assert_eq!(ModelConfig { softmax_every: 0, ..config.clone() }.softmax_layers(), 0);
+        let mixers = vec![Mixer::Softmax, Mixer::Lightning];
+        assert_eq!(ModelConfig { layers: 2, mixers, ..config }.softmax_layers(), 1);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for preset in [Preset::HybridNano, Preset::HybridTiny, Preset::SoftmaxTiny, Preset::Small] {
+            preset.config(20).validate().unwrap();
+        }
+        let good = Preset::HybridTiny.config(20);
+        for bad in [
+            ModelConfig { vocab_size: 0, ..good.clone() },
+            ModelConfig { kv_heads: 3, ..good.clone() },
+            ModelConfig { rotary_dim: 5, ..good.clone() },
+            ModelConfig { rotary_dim: 34, ..good.clone() },
+            ModelConfig { experts_per_token: 9, ..good.clone() },
+            ModelConfig { mixers: vec![Mixer::Softmax], ..good.clone() },
+            ModelConfig { norm_eps: f32::NAN, ..good.clone() },
+            ModelConfig { norm: Norm::Post { alpha: f32::NAN, beta: 1.0 }, ..good.clone() },
+        ] {
+            assert_eq!(bad.validate().unwrap_err().class, Class::Usage, "{bad:?}");
+        }
+    }
+
+    /// hidden 2, one lightning and one softmax layer of 1 head of 4, 3 experts of 5 (top 1), vocabulary 7.
+    #[test]
+    fn flops_by_hand() {
+        let config = ModelConfig {
+            hidden_size: 2,
+            layers: 2,
+            softmax_every: 2,
+            heads: 1,
+            head_dim: 4,
+            rotary_dim: 2,
+            intermediate_size: 5,
+            experts: 3,
+            experts_per_token: 1,
+            ..Preset::HybridTiny.config(7)
+        };
+        // Lightning 2·12 + 2·4 + 4·2 = 40, softmax 2·(4 + 4 + 4) + 4·2 = 32, two routers of 6 and two experts of 30, head 14.
+        assert_eq!(config.active_matmul_weights(), 40 + 32 + 12 + 60 + 14);
+        let per_token = 6.0 * 158.0 + 12.0 * 16.0 + 12.0 * 4.0 * 9.0;
+        assert_eq!(config.train_flops(10, 9.0), 10.0 * per_token);
+        assert_eq!(config.forward_flops(3, 9.0), per_token);
+    }
+
+    #[test]
+    fn the_schema_marks_what_a_search_may_turn() {
+        let schema = serde_json::to_value(schemars::schema_for!(ModelSpec)).unwrap();
+        assert_eq!(schema["properties"]["layers"]["x-tunable"]["high"], 12);
+        assert_eq!(schema["properties"]["experts"]["x-tunable"]["scale"], "choice");
+        assert!(schema["properties"]["norm_eps"].get("x-tunable").is_none());
+        assert_eq!(schema["additionalProperties"], false);
+    }
+}
