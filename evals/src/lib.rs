@@ -1,6 +1,8 @@
 //! Tasks, suites, scorers, statistics, fingerprints, and the metered client of remote models. Sees a model only through
 //! [`model::LanguageModel`]; names no model's insides.
 
+pub mod evaluate;
+pub mod fingerprint;
 pub mod model;
 pub mod scorer;
 pub mod stats;

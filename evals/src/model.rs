@@ -1,6 +1,6 @@
 //! The small trait through which evals see a model: complete, and score text. The trainer's engine and the remote client implement it.
 
-use hone_runs::Result;
+use hone_runs::{Class, Failure, Result};
 use serde::{Deserialize, Serialize};
 
 /// How to sample. The same fields stand in a suite's `sampling`.
@@ -71,6 +71,20 @@ pub trait LanguageModel {
     /// When the model cannot score: many remote endpoints cannot.
     fn score(&self, texts: &[String]) -> Result<Vec<TextScore>>;
 
-    /// What identifies the model and the engine in a fingerprint: checkpoint hash or model name, engine version, dtype, device.
+    /// `message` as the only message of a conversation, in the model's own chat template, ready for [`LanguageModel::complete`].
+    ///
+    /// # Errors
+    /// When the model has no chat template, which is the default.
+    fn chat(&self, message: &str) -> Result<String> {
+        let _ = message;
+        Err(Failure::new(Class::Usage, "This model has no chat template.")
+            .hint("leave `template: chat` out of the suite, or use a model that has one"))
+    }
+
+    /// What identifies the model and the engine in a fingerprint. The keys of [`MODEL_KEYS`] say which model is measured, all others
+    /// (engine version, dtype, device, instruction set, segmentation, …) how, and scores are compared only where those are equal.
     fn identity(&self) -> serde_json::Map<String, serde_json::Value>;
 }
+
+/// The keys of [`LanguageModel::identity`] that say which model is measured: a checkpoint's hash, a model's name.
+pub const MODEL_KEYS: [&str; 2] = ["checkpoint", "model"];

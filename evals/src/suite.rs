@@ -464,7 +464,8 @@ impl Task for SuiteTask {
 }
 
 impl Entry {
-    fn scoring(&self) -> &Scoring {
+    /// The scorer: as written, or the default of its data.
+    pub fn scoring(&self) -> &Scoring {
         match &self.scorer {
             Some(scoring) => scoring,
             None if self.data.native.as_deref() == Some("text") => &Scoring::Likelihood,
