@@ -123,7 +123,7 @@ pub struct Judge {
     pub replicates: [usize; 2],
     /// The error held over the campaign.
     pub gate: Gate,
-    /// From the baseline's replicates (and each later incumbent's).
+    /// From all replicates of the incumbent so far, those of earlier confirmations included; before them the baseline's.
     pub noise: Noise,
 }
 
