@@ -4,3 +4,4 @@ pub mod digest;
 pub mod edit;
 pub mod judge;
 pub mod proposal;
+pub mod space;

@@ -10,7 +10,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::digest::Series;
+use crate::digest::{Alarm, Series};
 use crate::edit::{Change, Edit};
 use crate::judge::{Direction, Verdict};
 
@@ -131,10 +131,10 @@ pub struct Observation {
     pub recipe_schema: Value,
     /// The earlier rounds, oldest first.
     pub history: Vec<Past>,
-    /// The incumbent's training curves by name.
+    /// The incumbent's training curves by name ([`crate::digest::curves`]).
     pub curves: BTreeMap<String, Series>,
-    /// The trainer's alarms in the incumbent's runs, most frequent first.
-    pub alarms: Vec<String>,
+    /// The trainer's alarms in one of the incumbent's runs.
+    pub alarms: Vec<Alarm>,
     /// Some dev items that the incumbent got wrong.
     pub failed_samples: Vec<FailedSample>,
     /// The person's notes of `iterate`, newest last, and the digest of the last failed run's log.
