@@ -3,6 +3,7 @@
 
 pub mod evaluate;
 pub mod fingerprint;
+pub mod mask;
 pub mod model;
 pub mod scorer;
 pub mod stats;
