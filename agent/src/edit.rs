@@ -282,6 +282,10 @@ fn with_value(old: &Value, key: &str, value: &Value) -> Result<Value> {
     let mut path = String::new();
     for part in key.split('.') {
         if here.is_null() {
+            if part.bytes().all(|b| b.is_ascii_digit()) {
+                return Err(refuse(format!("`{path}` is no list: it has no item `{part}`."))
+                    .hint("Lists grow with `replace` or `write`."));
+            }
             *here = Value::Object(Map::new());
         }
         here = match here {
@@ -338,11 +342,8 @@ fn splice(text: &str, old: &Value, key: &str, value: &Value, json: bool) -> Opti
         let route = Route::from(route);
         return match document.query_exact(&route).ok()? {
             Some(found) => splice(found.location.byte_span.0, found.location.byte_span.1, &with),
-            None => {
-                // `key:` with nothing behind it.
-                let end = document.query_pretty(&route).ok()?.location.byte_span.1;
-                splice(end, end, &format!(" {with}"))
-            }
+            // `key:` with nothing behind it.
+            None => end_of(&document, text, &route).and_then(|end| splice(end, end, &format!(" {with}"))),
         };
     }
     // A new key at the end of a mapping that has some.
@@ -351,15 +352,25 @@ fn splice(text: &str, old: &Value, key: &str, value: &Value, json: bool) -> Opti
         |k: &str| Route::from(route.iter().cloned().chain([Component::Key(k.to_string().into())]).collect::<Vec<_>>());
     let entry = format!("{}: {}", flow(&Value::from(rest[0]), json), flow(&below(&rest[1..]), json));
     let first = document.query_key_only(&child(map.keys().next()?)).ok()?.location;
-    let last = document.query_pretty(&child(map.keys().next_back()?)).ok()?.location;
+    let last = end_of(&document, text, &child(map.keys().next_back()?))?;
     let in_flow = text[..first.byte_span.0].trim_end().ends_with(['{', ',']);
     if in_flow {
-        return splice(last.byte_span.1, last.byte_span.1, &format!(", {entry}"));
+        return splice(last, last, &format!(", {entry}"));
     }
     // Block style: a line of its own, behind the last line of the last entry and its comment.
-    let content_end = text[..last.byte_span.1].trim_end().len();
+    let content_end = text[..last].trim_end().len();
     let line_end = text[content_end..].find('\n').map_or(text.len(), |n| content_end + n);
     splice(line_end, line_end, &format!("\n{}{entry}", " ".repeat(first.point_span.0.1)))
+}
+
+/// Where the value at a route ends; behind the colon where there is none.
+fn end_of(document: &Document, text: &str, route: &Route) -> Option<usize> {
+    if let Some(found) = document.query_exact(route).ok()? {
+        return Some(found.location.byte_span.1);
+    }
+    let key = document.query_key_only(route).ok()?.location.byte_span.1;
+    let colon = text[key..].find(':').filter(|n| text[key..key + n].trim().is_empty())?;
+    Some(key + colon + 1)
 }
 
 /// A value on one line, as YAML or JSON.
@@ -388,4 +399,207 @@ fn is_plain(s: &str) -> bool {
     s.starts_with(|c: char| c.is_ascii_alphabetic())
         && s.chars().all(|c| c.is_ascii_alphanumeric() || "_-/.".contains(c))
         && !words.contains(&s.to_ascii_lowercase().as_str())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    const RECIPE: &str = "\
+# The baseline.
+model: {preset: hybrid-tiny}   # small
+optimizer:
+  lr: 1e-3          # the usual
+  betas: [0.9, 0.95]
+  # A comment of its own.
+  clip: 1.0
+stages:
+  - sft: {task: addition, digits: 2, examples: 20000}   # teach
+  - rl:
+      group: 8
+      ratio_cap: 5.0 # absolute
+  - rl: {}
+  - rl:
+
+note: |
+  free text
+";
+
+    fn files(text: &str) -> BTreeMap<String, String> {
+        BTreeMap::from([
+            ("recipe/recipe.yaml".to_string(), text.to_string()),
+            ("a.txt".to_string(), "one\ntwo\ntwo\n".to_string()),
+        ])
+    }
+
+    fn set_in(text: &str, key: &str, value: Value) -> Result<String> {
+        let edit = Edit::Set { file: "recipe/recipe.yaml".into(), key: key.into(), value };
+        apply_edits(&files(text), &[edit]).map(|mut changed| changed.remove("recipe/recipe.yaml").unwrap().unwrap())
+    }
+
+    /// The lines that differ, old and new.
+    fn lines(old: &str, new: &str) -> (Vec<String>, Vec<String>) {
+        let diff = similar::TextDiff::from_lines(old, new);
+        let of = |tag| {
+            diff.iter_all_changes()
+                .filter(|c| c.tag() == tag)
+                .map(|c| c.to_string_lossy().trim_end().to_string())
+                .collect()
+        };
+        (of(similar::ChangeTag::Delete), of(similar::ChangeTag::Insert))
+    }
+
+    #[test]
+    fn a_set_changes_one_line_and_keeps_comments() {
+        let cases = [
+            ("optimizer.lr", json!(3e-4), "  lr: 3e-4          # the usual"),
+            ("optimizer.betas", json!([0.9, 0.999]), "  betas: [0.9, 0.999]"),
+            ("optimizer.betas.1", json!(0.98), "  betas: [0.9, 0.98]"),
+            ("model.preset", json!("small"), "model: {preset: small}   # small"),
+            ("stages.0.sft.digits", json!(3), "  - sft: {task: addition, digits: 3, examples: 20000}   # teach"),
+            ("stages.1.rl.ratio_cap", json!(8), "      ratio_cap: 8 # absolute"),
+        ];
+        for (key, value, line) in cases {
+            let new = set_in(RECIPE, key, value).unwrap();
+            let (old, new) = lines(RECIPE, &new);
+            assert_eq!((old.len(), new), (1, vec![line.to_string()]), "{key}");
+        }
+    }
+
+    #[test]
+    fn a_set_adds_what_lacks() {
+        let cases = [
+            ("optimizer.eps", json!(1e-15), 0, "  eps: 1e-15"),
+            (
+                "stages.0.sft.lr",
+                json!(0.002),
+                1,
+                "  - sft: {task: addition, digits: 2, examples: 20000, lr: 0.002}   # teach",
+            ),
+            ("stages.1.rl.temperature", json!(0.8), 0, "      temperature: 0.8"),
+            ("stages.2.rl.group", json!(16), 1, "  - rl: {group: 16}"),
+            ("stages.3.rl.group", json!(16), 1, "  - rl: {group: 16}"),
+            ("checkpoints.every", json!(50), 0, "checkpoints: {every: 50}"),
+            (
+                "model.norm.post.alpha",
+                json!(2.5),
+                1,
+                "model: {preset: hybrid-tiny, norm: {post: {alpha: 2.5}}}   # small",
+            ),
+        ];
+        for (key, value, gone, line) in cases {
+            let new = set_in(RECIPE, key, value).unwrap();
+            let (old, new) = lines(RECIPE, &new);
+            assert_eq!((old.len(), new), (gone, vec![line.to_string()]), "{key}");
+        }
+    }
+
+    #[test]
+    fn sets_work_on_json_and_without_a_last_newline() {
+        let json = "{\n  \"temperature\": 1.0,\n  \"stop\": [\"\\n\"]\n}\n";
+        let files = BTreeMap::from([
+            ("scaffold/s.json".to_string(), json.to_string()),
+            ("x.yaml".to_string(), "a: 1".to_string()),
+        ]);
+        let set = |file: &str, key: &str, value| Edit::Set { file: file.into(), key: key.into(), value };
+        let edits = [
+            set("scaffold/s.json", "temperature", json!(0.7)),
+            set("scaffold/s.json", "top.p", json!("yes")),
+            set("x.yaml", "b", json!("yes")),
+        ];
+        let changed = apply_edits(&files, &edits).unwrap();
+        let text = changed["scaffold/s.json"].as_ref().unwrap();
+        assert_eq!(
+            serde_json::from_str::<Value>(text).unwrap(),
+            json!({"temperature": 0.7, "stop": ["\n"], "top": {"p": "yes"}})
+        );
+        assert!(text.starts_with("{\n  \"temperature\": 0.7,\n"), "{text}");
+        assert_eq!(changed["x.yaml"].as_deref(), Some("a: 1\nb: \"yes\""));
+    }
+
+    #[test]
+    fn what_cannot_be_set_is_refused_with_the_reason() {
+        let cases = [
+            ("stages.9.rl.group", "it has no item `9`"),
+            ("optimizer.lr.x", "`optimizer.lr` is a value"),
+            ("new.0.lr", "it has no item `0`"),
+            ("optimizer..lr", "is no dotted path"),
+            ("optimizer.lr", "The edits change nothing"),
+        ];
+        for (key, message) in cases {
+            let failure = set_in(RECIPE, key, json!(0.001)).unwrap_err();
+            assert_eq!(failure.class, Class::Agent);
+            assert!(failure.message.contains(message), "{key}: {}", failure.message);
+        }
+        let aliased = "a: &x {lr: 1}\nb: *x\n";
+        assert!(set_in(aliased, "a.lr", json!(2)).unwrap_err().message.contains("without touching anything else"));
+    }
+
+    #[test]
+    fn other_edits_are_exact() {
+        let files = files(RECIPE);
+        let replace = |old: &str, new: &str| Edit::Replace { file: "a.txt".into(), old: old.into(), new: new.into() };
+        let refused = |edit: Edit| apply_edits(&files, &[edit]).unwrap_err().to_string();
+        assert_eq!(apply_edits(&files, &[replace("one", "1")]).unwrap()["a.txt"].as_deref(), Some("1\ntwo\ntwo\n"));
+        assert!(refused(replace("two", "2")).contains("occurs 2 times"));
+        assert!(refused(replace("three", "3")).contains("does not occur"));
+        assert!(refused(replace("one", "one")).contains("change nothing"));
+        assert!(refused(Edit::Delete { file: "b.txt".into() }).contains("Did you mean a.txt?"));
+        for file in ["../x", "/etc/passwd", "a/../b", ".git/config", "a//b", ""] {
+            assert!(
+                refused(Edit::Write { file: file.into(), content: "x".into() }).contains("relative to the workspace"),
+                "{file}"
+            );
+        }
+        assert!(
+            refused(Edit::Write { file: "r.yaml".into(), content: "a: [1".into() }).contains("r.yaml cannot be parsed")
+        );
+        let undone = [replace("one", "1"), replace("1", "one")];
+        assert!(apply_edits(&files, &undone).unwrap_err().message.contains("change nothing"));
+        let deleted = apply_edits(&files, &[Edit::Delete { file: "a.txt".into() }]).unwrap();
+        assert_eq!(deleted["a.txt"], None);
+    }
+
+    #[test]
+    fn changes_see_values_not_spelling() {
+        let before = files("a: {lr: 1e-3, seed: 1}\nb: [1, 2]\n");
+        let after = files("# new comment\na:\n  seed: 2\n  lr: 0.001\nb: [1, 2, 3]\n");
+        let changed = changes(&before, &after);
+        let brief: Vec<_> = changes(&before, &after).into_iter().map(|c| (c.key.unwrap(), c.from, c.to)).collect();
+        assert_eq!(brief, [("a.seed".into(), Some(json!(1)), Some(json!(2))), ("b.2".into(), None, Some(json!(3)))]);
+        assert!(!seed_only(&changed) && seed_only(&changed[..1]) && !seed_only(&[]));
+        let mut text = before.clone();
+        text.remove("a.txt");
+        let gone = changes(&before, &text);
+        assert!(matches!(&gone[..], [Change { key: None, from: Some(_), to: None, .. }]), "{gone:?}");
+        assert_eq!(fingerprint(&changed), fingerprint(&changed.iter().rev().cloned().collect::<Vec<_>>()));
+        assert_ne!(fingerprint(&changed), fingerprint(&changed[..1]));
+    }
+
+    #[test]
+    fn edits_have_one_spelling() {
+        let edit: Edit =
+            serde_json::from_value(json!({"op": "set", "file": "r.yaml", "key": "a", "value": 1})).unwrap();
+        assert_eq!(edit.file(), "r.yaml");
+        assert!(
+            serde_json::from_value::<Edit>(json!({"op": "set", "file": "r.yaml", "key": "a", "value": 1, "seed": 2}))
+                .is_err()
+        );
+    }
+
+    proptest! {
+        /// Whatever is set where, it is what is read back, or it is refused.
+        #[test]
+        fn a_set_is_read_back(key in 0..7usize, number in prop::num::f64::NORMAL, text in "\\PC{0,12}", kind in 0..3) {
+            let key = ["optimizer.lr", "optimizer.new", "model.preset", "stages.0.sft.task", "stages.1.rl.new", "stages.3.rl.new", "top"][key];
+            let value = match kind { 0 => json!(number), 1 => json!(text), _ => json!([number, {"k": text}]) };
+            if let Ok(new) = set_in(RECIPE, key, value.clone()) {
+                let parsed = parse("r.yaml", &new).unwrap();
+                prop_assert_eq!(at(&parsed, key), Some(&value));
+                prop_assert!(new.contains("# A comment of its own."));
+            }
+        }
+    }
 }
