@@ -1,7 +1,11 @@
 //! Goals, proposers, branches, the campaign, the judge and the review queue.
 
+pub mod branch;
 pub mod digest;
 pub mod edit;
+pub mod goal;
 pub mod judge;
 pub mod proposal;
+pub mod scope;
 pub mod space;
+pub mod workspace;

@@ -1,0 +1,384 @@
+//! The person's git repository as a campaign sees it: commits, their trees, and the two ignored folders that are Hone's own. It reads the
+//! repository and writes nothing in it; branches are written by [`crate::branch`].
+
+use git2::{FileMode, ObjectType, Oid, Repository, TreeWalkMode, TreeWalkResult};
+use hone_runs::{Class, Failure, Result, failure::Context};
+use sha2::{Digest, Sha256};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::{Component, Path, PathBuf};
+
+/// A git repository that holds a goal. Cheap to clone; the repository is opened anew for each use, so threads may share it.
+#[derive(Clone, Debug)]
+pub struct Workspace {
+    root: PathBuf,
+}
+
+/// A file of a commit's tree: its mode and the id of its content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TreeFile {
+    /// Git's mode: 0o100644, 0o100755 or 0o120000 (a symbolic link).
+    pub mode: i32,
+    /// The id of the blob.
+    pub blob: Oid,
+}
+
+/// Held while one driver runs a campaign, or one process decides. Released when dropped, and by the kernel when its process dies.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+impl Workspace {
+    /// The repository around `start`, a file or folder.
+    ///
+    /// # Errors
+    /// `Usage` when there is none, or it has no working tree.
+    pub fn discover(start: &Path) -> Result<Self> {
+        let start = start.canonicalize().context(Class::Usage, || format!("{} cannot be opened", start.display()))?;
+        let folder = if start.is_dir() { start.as_path() } else { start.parent().unwrap_or(&start) };
+        let repository = Repository::discover(folder).map_err(|_| {
+            Failure::new(Class::Usage, format!("{} is not in a git repository.", folder.display())).hint(
+                "A campaign runs from commits: `git init`, `git add` and `git commit` here, or start from `hone init`.",
+            )
+        })?;
+        let root = repository.workdir().ok_or_else(|| {
+            Failure::new(Class::Usage, format!("{} is a bare git repository.", folder.display()))
+                .hint("Run Hone in a clone that has a working tree.")
+        })?;
+        Ok(Self { root: root.canonicalize().unwrap_or_else(|_| root.to_path_buf()) })
+    }
+
+    /// The repository's top folder. Paths in a goal are relative to it.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where the ledger lies.
+    pub fn ledger_path(&self) -> PathBuf {
+        self.root.join(".hone/ledger.db")
+    }
+
+    /// Where a campaign's run folders lie.
+    pub fn runs_path(&self, campaign: &str) -> PathBuf {
+        self.root.join("runs").join(campaign)
+    }
+
+    /// Makes `.hone/` and `runs/`, each with a `.gitignore` of its own, so that no file of the person's has to change.
+    ///
+    /// # Errors
+    /// `Infrastructure` when they cannot be written.
+    pub fn prepare(&self) -> Result<()> {
+        for name in [".hone", "runs"] {
+            let folder = self.root.join(name);
+            let ignore = folder.join(".gitignore");
+            let made = fs::create_dir_all(&folder)
+                .and_then(|()| if ignore.exists() { Ok(()) } else { fs::write(&ignore, "*\n") });
+            made.context(Class::Infrastructure, || format!("{} cannot be written", folder.display()))?;
+        }
+        Ok(())
+    }
+
+    /// Takes the lock `name` in `.hone/`, or fails at once when another process holds it.
+    ///
+    /// # Errors
+    /// `Usage` when it is held, `Infrastructure` when the file cannot be written.
+    pub fn try_lock(&self, name: &str) -> Result<Lock> {
+        let file = self.lock_file(name)?;
+        match file.try_lock() {
+            Ok(()) => Ok(Lock { _file: file }),
+            Err(fs::TryLockError::WouldBlock) => {
+                Err(Failure::new(Class::Usage, format!("Another process runs {name}."))
+                    .hint("See it with `hone campaign status`; a campaign has one driver at a time."))
+            }
+            Err(fs::TryLockError::Error(e)) => {
+                Err(Failure::new(Class::Infrastructure, format!("{name} cannot be locked: {e}.")))
+            }
+        }
+    }
+
+    /// Takes the lock `name`, waiting for its holder.
+    ///
+    /// # Errors
+    /// `Infrastructure` when it cannot be taken.
+    pub fn lock(&self, name: &str) -> Result<Lock> {
+        let file = self.lock_file(name)?;
+        file.lock().context(Class::Infrastructure, || format!("{name} cannot be locked"))?;
+        Ok(Lock { _file: file })
+    }
+
+    fn lock_file(&self, name: &str) -> Result<File> {
+        self.prepare()?;
+        let path = self.root.join(".hone").join(format!("{name}.lock"));
+        File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .context(Class::Infrastructure, || format!("{} cannot be opened", path.display()))
+    }
+
+    /// Opens the repository.
+    pub(crate) fn repository(&self) -> Result<Repository> {
+        Repository::open(&self.root)
+            .context(Class::Infrastructure, || format!("The git repository {} cannot be opened", self.root.display()))
+    }
+
+    /// `path` relative to the root, with `/` between its parts.
+    ///
+    /// # Errors
+    /// `Usage` when it lies outside.
+    pub fn relative(&self, path: &Path) -> Result<String> {
+        let full = path.canonicalize().context(Class::Usage, || format!("{} cannot be opened", path.display()))?;
+        let inside = full.strip_prefix(&self.root).map_err(|_| {
+            Failure::new(
+                Class::Usage,
+                format!("{} lies outside the repository {}.", path.display(), self.root.display()),
+            )
+        })?;
+        Ok(inside.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/"))
+    }
+
+    /// The id of the commit that HEAD names.
+    ///
+    /// # Errors
+    /// `Usage` when there is no commit yet.
+    pub fn head(&self) -> Result<String> {
+        let repository = self.repository()?;
+        let head = repository.head().and_then(|h| h.peel_to_commit()).map_err(|_| {
+            Failure::new(Class::Usage, format!("The repository {} has no commit yet.", self.root.display()))
+                .hint("Commit the goal, the recipe and the suites first: a campaign runs from commits.")
+        })?;
+        Ok(head.id().to_string())
+    }
+
+    /// Which of `paths` differ between HEAD and the working tree, untracked ones included. Neither the index nor its times are refreshed.
+    ///
+    /// # Errors
+    /// `Infrastructure` when git cannot read the repository.
+    pub fn uncommitted(&self, paths: &[String]) -> Result<Vec<String>> {
+        let repository = self.repository()?;
+        let mut options = git2::StatusOptions::new();
+        options
+            .include_untracked(true)
+            .include_ignored(true)
+            .no_refresh(true)
+            .update_index(false)
+            .disable_pathspec_match(true);
+        paths.iter().for_each(|p| {
+            options.pathspec(p);
+        });
+        let statuses =
+            repository.statuses(Some(&mut options)).context(Class::Infrastructure, || "Git status failed".into())?;
+        let mut found: Vec<String> = statuses
+            .iter()
+            .filter(|s| s.status() != git2::Status::CURRENT)
+            .filter_map(|s| s.path().ok().map(str::to_owned))
+            .filter(|p| paths.contains(p))
+            .collect();
+        found.sort();
+        found.dedup();
+        Ok(found)
+    }
+
+    /// Every file of a commit's tree, by path. Submodules are left out: their content is not in the repository.
+    ///
+    /// # Errors
+    /// `Integrity` when the commit or its tree cannot be read.
+    pub fn files(&self, commit: &str) -> Result<BTreeMap<String, TreeFile>> {
+        files(&self.repository()?, commit)
+    }
+
+    /// The bytes of `path` at `commit`, or none where it has no such file.
+    ///
+    /// # Errors
+    /// `Integrity` when the commit cannot be read.
+    pub fn read(&self, commit: &str, path: &str) -> Result<Option<Vec<u8>>> {
+        let repository = self.repository()?;
+        let tree = tree_of(&repository, commit)?;
+        let Ok(entry) = tree.get_path(Path::new(path)) else { return Ok(None) };
+        match repository.find_blob(entry.id()) {
+            Ok(blob) => Ok(Some(blob.content().to_vec())),
+            Err(_) => Ok(None),
+        }
+    }
+
+    /// The text of `path` at `commit`.
+    ///
+    /// # Errors
+    /// `Usage` when there is no such file or it is not UTF-8.
+    pub fn text(&self, commit: &str, path: &str) -> Result<String> {
+        let bytes = self.read(commit, path)?.ok_or_else(|| {
+            Failure::new(Class::Usage, format!("{path} is not in commit {}.", short(commit)))
+                .hint(format!("Add and commit it: `git add {path}`."))
+        })?;
+        String::from_utf8(bytes).map_err(|_| Failure::new(Class::Usage, format!("{path} is not UTF-8 text.")))
+    }
+
+    /// Writes a commit's tree into `folder`, which then holds exactly that; done already when it exists. Content is written as stored,
+    /// without git's filters, attributes or hooks.
+    ///
+    /// # Errors
+    /// `Infrastructure` when files cannot be written.
+    pub fn export(&self, commit: &str, folder: &Path) -> Result<()> {
+        if folder.exists() {
+            return Ok(());
+        }
+        let failed = |path: &Path| format!("{} cannot be written", path.display());
+        let parent = folder.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(parent).context(Class::Infrastructure, || failed(parent))?;
+        let building = tempfile::Builder::new()
+            .prefix(".exporting-")
+            .tempdir_in(parent)
+            .context(Class::Infrastructure, || failed(parent))?;
+        let repository = self.repository()?;
+        for (path, file) in files(&repository, commit)? {
+            let content = repository
+                .find_blob(file.blob)
+                .context(Class::Integrity, || format!("{path} cannot be read from git"))?;
+            let to = building.path().join(&path);
+            write_file(&to, file.mode, content.content()).context(Class::Infrastructure, || failed(&to))?;
+        }
+        let building = building.keep();
+        match fs::rename(&building, folder) {
+            Ok(()) => Ok(()),
+            // Another process exported the same commit first: content is the same by construction.
+            Err(_) if folder.exists() => {
+                fs::remove_dir_all(&building).context(Class::Infrastructure, || failed(&building))
+            }
+            Err(e) => Err(Failure::new(Class::Infrastructure, format!("{}: {e}.", failed(folder)))),
+        }
+    }
+
+    /// What differs between `folder` and the commit's tree: changed, missing and added files, sorted. Empty when it is intact.
+    ///
+    /// # Errors
+    /// `Infrastructure` when the folder cannot be read.
+    pub fn differences(&self, commit: &str, folder: &Path) -> Result<Vec<String>> {
+        let mut expected = self.files(commit)?;
+        let mut different = Vec::new();
+        for path in walk(folder).context(Class::Infrastructure, || format!("{} cannot be read", folder.display()))? {
+            let same = match expected.remove(&path) {
+                Some(file) => same_content(&folder.join(&path), file),
+                None => false,
+            };
+            if !same {
+                different.push(path);
+            }
+        }
+        different.extend(expected.into_keys());
+        different.sort();
+        Ok(different)
+    }
+
+    /// The hash of everything that `editable` does not allow: sorted (path, mode, content id). A candidate has its parent's.
+    ///
+    /// # Errors
+    /// `Integrity` when the commit cannot be read.
+    pub fn protected_hash(&self, commit: &str, editable: impl Fn(&str) -> bool) -> Result<String> {
+        let mut hash = Sha256::new();
+        for (path, file) in self.files(commit)?.iter().filter(|(path, _)| !editable(path)) {
+            hash.update(format!("{path}\0{:o}\0{}\n", file.mode, file.blob));
+        }
+        Ok(hex::encode(hash.finalize()))
+    }
+}
+
+/// The first ten digits of an id, for people.
+pub fn short(id: &str) -> &str {
+    id.get(..10).unwrap_or(id)
+}
+
+pub(crate) fn find_commit<'r>(repository: &'r Repository, id: &str) -> Result<git2::Commit<'r>> {
+    Oid::from_str(id).and_then(|oid| repository.find_commit(oid)).map_err(|e| {
+        Failure::new(Class::Integrity, format!("Commit {} is not in the repository: {}.", short(id), e.message()))
+    })
+}
+
+pub(crate) fn tree_of<'r>(repository: &'r Repository, commit: &str) -> Result<git2::Tree<'r>> {
+    find_commit(repository, commit)?
+        .tree()
+        .context(Class::Integrity, || format!("The tree of {} cannot be read", short(commit)))
+}
+
+fn files(repository: &Repository, commit: &str) -> Result<BTreeMap<String, TreeFile>> {
+    let mut found = BTreeMap::new();
+    let mut not_text = None;
+    tree_of(repository, commit)?
+        .walk(TreeWalkMode::PreOrder, |folder, entry| {
+            if entry.kind() == Some(ObjectType::Blob) {
+                match entry.name() {
+                    Ok(name) => drop(
+                        found.insert(format!("{folder}{name}"), TreeFile { mode: entry.filemode(), blob: entry.id() }),
+                    ),
+                    Err(_) => not_text = Some(format!("{folder}{}", String::from_utf8_lossy(entry.name_bytes()))),
+                }
+            }
+            TreeWalkResult::Ok
+        })
+        .context(Class::Integrity, || format!("The tree of {} cannot be read", short(commit)))?;
+    match not_text {
+        None => Ok(found),
+        Some(path) => {
+            Err(Failure::new(Class::Usage, format!("The name of {path} is not UTF-8.")).hint("Rename the file."))
+        }
+    }
+}
+
+fn write_file(to: &Path, mode: i32, content: &[u8]) -> std::io::Result<()> {
+    use std::os::unix::{ffi::OsStrExt, fs::PermissionsExt};
+    if let Some(parent) = to.parent() {
+        fs::create_dir_all(parent)?;
+    }
+    if mode == i32::from(FileMode::Link) {
+        return std::os::unix::fs::symlink(std::ffi::OsStr::from_bytes(content), to);
+    }
+    fs::write(to, content)?;
+    if mode == i32::from(FileMode::BlobExecutable) {
+        fs::set_permissions(to, fs::Permissions::from_mode(0o755))
+    } else {
+        Ok(())
+    }
+}
+
+/// Every file and link under `folder`, relative, with `/` between parts; links are not followed.
+fn walk(folder: &Path) -> std::io::Result<BTreeSet<String>> {
+    let mut found = BTreeSet::new();
+    let mut waiting = vec![folder.to_path_buf()];
+    while let Some(next) = waiting.pop() {
+        for entry in fs::read_dir(&next)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() {
+                waiting.push(entry.path());
+                continue;
+            }
+            let path = entry.path();
+            let inside = path.strip_prefix(folder).unwrap_or(&path).components();
+            found.insert(
+                inside
+                    .filter_map(|c| if let Component::Normal(part) = c { Some(part.to_string_lossy()) } else { None })
+                    .collect::<Vec<_>>()
+                    .join("/"),
+            );
+        }
+    }
+    Ok(found)
+}
+
+fn same_content(path: &Path, file: TreeFile) -> bool {
+    use std::os::unix::{ffi::OsStrExt, fs::PermissionsExt};
+    let Ok(meta) = path.symlink_metadata() else { return false };
+    let content = if meta.is_symlink() {
+        if file.mode != i32::from(FileMode::Link) {
+            return false;
+        }
+        fs::read_link(path).map(|target| target.as_os_str().as_bytes().to_vec())
+    } else {
+        let executable = meta.permissions().mode() & 0o111 != 0;
+        if file.mode == i32::from(FileMode::Link) || executable != (file.mode == i32::from(FileMode::BlobExecutable)) {
+            return false;
+        }
+        fs::read(path)
+    };
+    content.ok().and_then(|bytes| Oid::hash_object(ObjectType::Blob, &bytes).ok()) == Some(file.blob)
+}

@@ -1,0 +1,4 @@
+//! The loop on a small repository of its own: branches, whole campaigns, the review queue.
+
+mod git;
+mod support;
