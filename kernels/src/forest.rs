@@ -162,3 +162,247 @@ impl Forest {
         self.segments[self.segment_of[row] as usize].uses
     }
 }
+
+/// One tree of a forest: a root and all below it. Its segments and its rows are contiguous.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tree {
+    /// Its segments, the root first.
+    pub segments: Range<usize>,
+    /// Its rows.
+    pub rows: Range<usize>,
+}
+
+impl Forest {
+    /// The trees, in order; together they hold every row. Nothing one computes depends on another.
+    pub fn trees(&self) -> impl Iterator<Item = Tree> + '_ {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            let start = self.segments.get(at)?.start;
+            let end = self.ends[at];
+            let first = at;
+            at = if end == self.rows() { self.segments.len() } else { self.segment_of[end] as usize };
+            Some(Tree { segments: first..at, rows: start..end })
+        })
+    }
+
+    /// Whether another segment continues this one.
+    pub fn has_children(&self, segment: usize) -> bool {
+        self.ends[segment] > self.rows_of(segment).end
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod testing {
+    //! Forests to test operations on, and what it means to take one apart into plain sequences.
+
+    use super::*;
+    use crate::Tensor;
+    use proptest::prelude::*;
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    fn push(
+        tokens: &mut Vec<u32>,
+        segments: &mut Vec<Segment>,
+        len: usize,
+        parent: Option<usize>,
+        rng: &mut ChaCha8Rng,
+    ) {
+        segments.push(Segment { start: tokens.len(), len, parent, uses: 1 });
+        tokens.extend((0..len).map(|_| rng.random_range(0..11u32)));
+    }
+
+    fn grow(
+        tokens: &mut Vec<u32>,
+        segments: &mut Vec<Segment>,
+        parent: Option<usize>,
+        depth: usize,
+        rng: &mut ChaCha8Rng,
+    ) {
+        let len = [1, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 21, 33][rng.random_range(0..13)];
+        let me = segments.len();
+        push(tokens, segments, len, parent, rng);
+        let children = if depth < 3 && tokens.len() < 120 { [0, 0, 1, 2, 3][rng.random_range(0..5)] } else { 0 };
+        for _ in 0..children {
+            grow(tokens, segments, Some(me), depth + 1, rng);
+        }
+    }
+
+    /// A forest of one to five trees, up to four segments deep, with up to three children a segment, lengths on both
+    /// sides of powers of two; every second one ends in many roots of one or two tokens. `uses` are counted from the leaves.
+    pub fn random_forest(seed: u64) -> Forest {
+        let rng = &mut ChaCha8Rng::seed_from_u64(seed);
+        let (mut tokens, mut segments) = (Vec::new(), Vec::new());
+        for _ in 0..rng.random_range(1..6) {
+            grow(&mut tokens, &mut segments, None, 0, rng);
+        }
+        if rng.random() {
+            for i in 0..20 {
+                push(&mut tokens, &mut segments, 1 + i % 2, None, rng);
+            }
+        }
+        let leaves: Vec<bool> = (0..segments.len()).map(|i| segments.iter().all(|s| s.parent != Some(i))).collect();
+        let mut uses: Vec<u32> = leaves.iter().map(|&leaf| leaf.into()).collect();
+        for i in (0..segments.len()).rev() {
+            if let Some(p) = segments[i].parent {
+                uses[p] += uses[i];
+            }
+            segments[i].uses = uses[i];
+        }
+        Forest::new(tokens, segments).expect("grown depth-first")
+    }
+
+    /// Random forests for property tests.
+    pub fn forests() -> impl Strategy<Value = Forest> {
+        any::<u64>().prop_map(random_forest)
+    }
+
+    /// [A,B,C,D], [A,B,E,F] and [A,G,H] as one tree: it forks after B and after A.
+    pub fn lettered() -> Forest {
+        let segment = |start, len, parent, uses| Segment { start, len, parent, uses };
+        let segments = vec![
+            segment(0, 1, None, 3),
+            segment(1, 1, Some(0), 2),
+            segment(2, 2, Some(1), 1),
+            segment(4, 2, Some(1), 1),
+            segment(6, 2, Some(0), 1),
+        ];
+        Forest::new(vec![0, 1, 2, 3, 4, 5, 6, 7], segments).expect("written depth-first")
+    }
+
+    /// The rows of each trajectory, root to leaf, in order of leaves.
+    pub fn paths(forest: &Forest) -> Vec<Vec<usize>> {
+        (0..forest.segments().len())
+            .filter(|&s| !forest.has_children(s))
+            .map(|s| forest.ancestors(s).into_iter().chain([forest.rows_of(s)]).flatten().collect())
+            .collect()
+    }
+
+    /// The same trajectories as a batch of plain sequences.
+    pub fn unmerged(forest: &Forest) -> Forest {
+        let sequences: Vec<Vec<u32>> =
+            paths(forest).iter().map(|rows| rows.iter().map(|&r| forest.tokens()[r]).collect()).collect();
+        Forest::from_sequences(sequences.iter().map(|s| &s[..]))
+    }
+
+    /// The rows of `x`, one a row of the forest, as the rows of [`unmerged`].
+    pub fn unmerge(forest: &Forest, x: &Tensor) -> Tensor {
+        let rows = paths(forest).concat();
+        let data = rows.iter().flat_map(|&r| x.row(r)).copied().collect();
+        Tensor::from_vec(data, &[rows.len(), x.cols()])
+    }
+
+    /// The transpose of [`unmerge`]: rows that came from one are added.
+    pub fn merge_sum(forest: &Forest, x: &Tensor) -> Tensor {
+        let mut sum = Tensor::zeros(&[forest.rows(), x.cols()]);
+        for (from, &to) in paths(forest).concat().iter().enumerate() {
+            for (sum, x) in sum.row_mut(to).iter_mut().zip(x.row(from)) {
+                *sum += x;
+            }
+        }
+        sum
+    }
+
+    /// Whether row `i` sees row `j`, from parents alone.
+    pub fn sees(forest: &Forest, i: usize, j: usize) -> bool {
+        let mut at = Some(forest.segment_of()[i] as usize);
+        while let Some(s) = at {
+            if forest.rows_of(s).contains(&j) {
+                return j <= i;
+            }
+            at = forest.segments()[s].parent;
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::testing::*;
+    use super::*;
+    use proptest::prelude::*;
+
+    fn segment(start: usize, len: usize, parent: Option<usize>) -> Segment {
+        Segment { start, len, parent, uses: 1 }
+    }
+
+    fn fault(rows: usize, segments: Vec<Segment>) -> (usize, &'static str) {
+        let error = Forest::new(vec![0; rows], segments).unwrap_err();
+        (error.segment, error.fault)
+    }
+
+    #[test]
+    fn malformed_forests_are_refused_by_name() {
+        assert_eq!(fault(1, vec![segment(0, 1, None), segment(1, 0, None)]), (1, "is empty"));
+        assert_eq!(fault(1, vec![Segment { uses: 0, ..segment(0, 1, None) }]), (0, "has no uses"));
+        assert_eq!(
+            fault(3, vec![segment(0, 1, None), segment(2, 1, None)]),
+            (1, "does not start where the one before ends")
+        );
+        assert_eq!(fault(2, vec![segment(0, 3, None)]), (0, "runs past the last token"));
+        assert_eq!(fault(2, vec![segment(0, 2, Some(0))]), (0, "has a parent that does not stand before it"));
+        assert_eq!(fault(2, vec![segment(0, 1, None)]), (1, "is missing: tokens are left over"));
+        let sibling_root = vec![segment(0, 1, None), segment(1, 1, None), segment(2, 1, Some(0))];
+        assert_eq!(fault(3, sibling_root), (2, "is not in depth-first order"));
+        let cousin = vec![segment(0, 1, None), segment(1, 1, Some(0)), segment(2, 1, Some(0)), segment(3, 1, Some(1))];
+        assert_eq!(fault(4, cousin), (3, "is not in depth-first order"));
+        let error = Forest::new(vec![0; 2], vec![segment(0, 3, None)]).unwrap_err();
+        assert_eq!(error.to_string(), "malformed forest: segment 0: runs past the last token");
+    }
+
+    #[test]
+    fn lettered_tree() {
+        let forest = lettered();
+        assert_eq!(forest.positions(), [0, 1, 2, 3, 2, 3, 1, 2]);
+        assert_eq!(forest.segment_of(), [0, 1, 2, 2, 3, 3, 4, 4]);
+        assert_eq!((0..5).map(|s| forest.subtree_end(s)).collect::<Vec<_>>(), [8, 6, 4, 6, 8]);
+        assert_eq!(forest.ancestors(3), [0..1, 1..2]);
+        assert_eq!((0..5).map(|s| forest.has_children(s)).collect::<Vec<_>>(), [true, true, false, false, false]);
+        assert_eq!((0..8).map(|r| forest.uses(r)).collect::<Vec<_>>(), [3, 2, 1, 1, 1, 1, 1, 1]);
+        assert_eq!(forest.trees().collect::<Vec<_>>(), [Tree { segments: 0..5, rows: 0..8 }]);
+        let unmerged = unmerged(&forest);
+        assert_eq!(unmerged.tokens(), [0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7]);
+    }
+
+    #[test]
+    fn sequences_are_roots() {
+        let forest = Forest::from_sequences([&[7, 8, 9][..], &[], &[5]]);
+        assert_eq!(forest.tokens(), [7, 8, 9, 5]);
+        assert_eq!(forest.positions(), [0, 1, 2, 0]);
+        let trees: Vec<_> = forest.trees().collect();
+        assert_eq!(trees, [Tree { segments: 0..1, rows: 0..3 }, Tree { segments: 1..2, rows: 3..4 }]);
+        assert_eq!(Forest::from_sequences([]).trees().count(), 0);
+    }
+
+    proptest! {
+        #[test]
+        fn derived_facts_follow_from_parents(forest in forests()) {
+            let n = forest.rows();
+            for s in 0..forest.segments().len() {
+                let rows = forest.rows_of(s);
+                // The one integer a segment is the whole mask.
+                for i in 0..n {
+                    for j in rows.clone() {
+                        prop_assert_eq!(sees(&forest, i, j), j <= i && i < forest.subtree_end(s));
+                    }
+                }
+                let children = forest.segments().iter().filter(|c| c.parent == Some(s));
+                prop_assert_eq!(forest.has_children(s), children.count() > 0);
+            }
+            for i in 0..n {
+                let seen = (0..n).filter(|&j| sees(&forest, i, j)).count();
+                prop_assert_eq!(forest.positions()[i] as usize + 1, seen);
+                let trajectories = paths(&forest).iter().filter(|p| p.contains(&i)).count();
+                prop_assert_eq!(forest.uses(i) as usize, trajectories);
+            }
+            let (mut segment, mut row) = (0, 0);
+            for tree in forest.trees() {
+                prop_assert_eq!((tree.segments.start, tree.rows.start), (segment, row));
+                prop_assert_eq!(forest.segments()[segment].parent, None);
+                prop_assert!(tree.segments.clone().skip(1).all(|s| forest.segments()[s].parent.is_some()));
+                (segment, row) = (tree.segments.end, tree.rows.end);
+            }
+            prop_assert_eq!((segment, row), (forest.segments().len(), n));
+        }
+    }
+}

@@ -24,6 +24,7 @@ mod oracle;
 pub mod pointwise;
 pub mod rope;
 pub mod router;
+pub(crate) mod simd;
 pub mod softmax;
 pub mod tensor;
 pub mod threads;
