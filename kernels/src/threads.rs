@@ -58,7 +58,7 @@ pub fn flush_denormals() {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::simd::{dispatch, map};
+    use crate::simd::{Simd, dispatch, map};
     use std::hint::black_box;
 
     #[test]
