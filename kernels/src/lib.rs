@@ -12,18 +12,21 @@
 //! - Nothing here knows a model: shapes and slopes, positions and predictions come from the caller.
 
 pub mod adamw;
+mod blocks;
 pub mod embedding;
 pub mod experts;
 pub mod forest;
 pub mod head;
 pub mod lightning;
 pub mod linear;
+mod matrix;
 pub mod norm;
 #[cfg(test)]
 mod oracle;
 pub mod pointwise;
 pub mod rope;
 pub mod router;
+mod scratch;
 pub(crate) mod simd;
 pub mod softmax;
 pub mod tensor;

@@ -1,33 +1,281 @@
-//! Pointwise operations: SiLU, the sigmoid output gate, sums.
+//! Pointwise operations: SiLU, the sigmoid output gate, SwiGLU's product, sums.
 
-use crate::Tensor;
+use crate::{
+    Tensor,
+    blocks::{Rows, for_rows},
+    simd::{Simd, dispatch, exp},
+};
+
+/// An element's work where an exponential is in it, against one where none is.
+const EXPONENTIAL: usize = 4;
 
 /// `out = silu(x)`.
 pub fn silu(x: &Tensor, out: &mut Tensor) {
-    todo!()
+    out.resize(x.shape());
+    for_rows(x.len(), EXPONENTIAL, elements(out), |first, out| {
+        let x = &x.data()[first..first + out.data.len()];
+        dispatch!(|s| zip(s, [x], [out.data], |[x]| [s.mul_f32s(x, sigmoid(s, x))]));
+    });
 }
 
 /// `dx = d_out ⊙ silu'(x)` (overwritten).
 pub fn silu_backward(x: &Tensor, d_out: &Tensor, dx: &mut Tensor) {
-    todo!()
+    dx.resize(x.shape());
+    for_rows(x.len(), EXPONENTIAL, elements(dx), |first, dx| {
+        let here = first..first + dx.data.len();
+        let inputs = [&x.data()[here.clone()], &d_out.data()[here]];
+        dispatch!(|s| zip(s, inputs, [dx.data], |[x, g]| [s.mul_f32s(g, silu_and_slope(s, x).1)]));
+    });
 }
 
 /// `out = x ⊙ sigmoid(gate)`: the lightning layer's output gate (MiniMax-01).
 pub fn gated(x: &Tensor, gate: &Tensor, out: &mut Tensor) {
-    todo!()
+    assert_eq!(x.len(), gate.len(), "one gate an element");
+    out.resize(x.shape());
+    for_rows(x.len(), EXPONENTIAL, elements(out), |first, out| {
+        let here = first..first + out.data.len();
+        let inputs = [&x.data()[here.clone()], &gate.data()[here]];
+        dispatch!(|s| zip(s, inputs, [out.data], |[x, gate]| [s.mul_f32s(x, sigmoid(s, gate))]));
+    });
 }
 
 /// Backward of [`gated`]; both gradients are overwritten.
 pub fn gated_backward(x: &Tensor, gate: &Tensor, d_out: &Tensor, dx: &mut Tensor, d_gate: &mut Tensor) {
-    todo!()
+    dx.resize(x.shape());
+    d_gate.resize(gate.shape());
+    for_rows(x.len(), EXPONENTIAL, (elements(dx), elements(d_gate)), |first, (dx, d_gate)| {
+        let here = first..first + dx.data.len();
+        let inputs = [&x.data()[here.clone()], &gate.data()[here.clone()], &d_out.data()[here]];
+        dispatch!(|s| zip(s, inputs, [dx.data, d_gate.data], |[x, gate, g]| {
+            let open = sigmoid(s, gate);
+            let dx = s.mul_f32s(g, open);
+            let closed = s.sub_f32s(s.splat_f32s(1.0), open);
+            [dx, s.mul_f32s(s.mul_f32s(dx, x), closed)]
+        }));
+    });
+}
+
+/// `out = silu(gate) ⊙ up`: the product in a SwiGLU feed-forward (Shazeer, arXiv:2002.05202).
+pub fn swiglu(gate: &Tensor, up: &Tensor, out: &mut Tensor) {
+    out.resize(gate.shape());
+    let rows = gate.len();
+    assert_eq!(rows, up.len(), "gate and up agree");
+    for_rows(rows, EXPONENTIAL, elements(out), |first, out| {
+        let here = first..first + out.data.len();
+        swiglu_slice(&gate.data()[here.clone()], &up.data()[here], out.data);
+    });
+}
+
+/// Backward of [`swiglu`]; both gradients are overwritten.
+pub fn swiglu_backward(gate: &Tensor, up: &Tensor, d_out: &Tensor, d_gate: &mut Tensor, d_up: &mut Tensor) {
+    d_gate.resize(gate.shape());
+    d_up.resize(up.shape());
+    for_rows(gate.len(), EXPONENTIAL, (elements(d_gate), elements(d_up)), |first, (d_gate, d_up)| {
+        let here = first..first + d_gate.data.len();
+        let (gate, up, d_out) = (&gate.data()[here.clone()], &up.data()[here.clone()], &d_out.data()[here]);
+        swiglu_backward_slice(gate, up, d_out, d_gate.data, d_up.data);
+    });
+}
+
+/// [`swiglu`] of slices, on this thread.
+pub(crate) fn swiglu_slice(gate: &[f32], up: &[f32], out: &mut [f32]) {
+    dispatch!(|s| zip(s, [gate, up], [out], |[gate, up]| { [s.mul_f32s(s.mul_f32s(gate, sigmoid(s, gate)), up)] }));
+}
+
+/// [`swiglu_backward`] of slices, on this thread.
+pub(crate) fn swiglu_backward_slice(gate: &[f32], up: &[f32], d_out: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) {
+    dispatch!(|s| zip(s, [gate, up, d_out], [d_gate, d_up], |[gate, up, g]| {
+        let (silu, slope) = silu_and_slope(s, gate);
+        [s.mul_f32s(s.mul_f32s(g, up), slope), s.mul_f32s(g, silu)]
+    }));
 }
 
 /// `out = a · x + b · y`: residual connections, plain and scaled (DeepNorm). `out` is resized.
 pub fn combine(a: f32, x: &Tensor, b: f32, y: &Tensor, out: &mut Tensor) {
-    todo!()
+    assert_eq!(x.len(), y.len(), "shapes agree");
+    out.resize(x.shape());
+    for_rows(x.len(), 1, elements(out), |first, out| {
+        let here = first..first + out.data.len();
+        let inputs = [&x.data()[here.clone()], &y.data()[here]];
+        dispatch!(|s| zip(s, inputs, [out.data], |[x, y]| {
+            [s.mul_add_f32s(s.splat_f32s(a), x, s.mul_f32s(s.splat_f32s(b), y))]
+        }));
+    });
 }
 
 /// `y += a · x`.
 pub fn add_scaled(a: f32, x: &Tensor, y: &mut Tensor) {
-    todo!()
+    assert_eq!(x.len(), y.len(), "shapes agree");
+    for_rows(x.len(), 1, elements(y), |first, y| {
+        let x = &x.data()[first..first + y.data.len()];
+        dispatch!(|s| crate::simd::axpy(s, a, x, y.data));
+    });
+}
+
+fn elements(t: &mut Tensor) -> Rows<'_> {
+    Rows { data: t.data_mut(), cols: 1 }
+}
+
+/// 1 / (1 + e^-x).
+#[inline(always)]
+fn sigmoid<S: Simd>(s: S, x: S::f32s) -> S::f32s {
+    let one = s.splat_f32s(1.0);
+    s.div_f32s(one, s.add_f32s(one, exp(s, s.neg_f32s(x))))
+}
+
+/// silu(x) = x σ(x), and silu'(x) = σ(x) + silu(x) · (1 − σ(x)).
+#[inline(always)]
+fn silu_and_slope<S: Simd>(s: S, x: S::f32s) -> (S::f32s, S::f32s) {
+    let open = sigmoid(s, x);
+    let silu = s.mul_f32s(x, open);
+    (silu, s.mul_add_f32s(silu, s.sub_f32s(s.splat_f32s(1.0), open), open))
+}
+
+/// Sets `outputs` to `f(inputs)`, element by element; all are equally long.
+#[inline(always)]
+pub(crate) fn zip<S: Simd, const I: usize, const O: usize>(
+    s: S,
+    inputs: [&[f32]; I],
+    outputs: [&mut [f32]; O],
+    f: impl Fn([S::f32s; I]) -> [S::f32s; O],
+) {
+    let len = outputs.first().map_or(0, |o| o.len());
+    let full = len / S::F32_LANES;
+    let inputs = inputs.map(|x| S::as_simd_f32s(&x[..len]));
+    let mut outputs = outputs.map(|x| S::as_mut_simd_f32s(&mut x[..len]));
+    for i in 0..full {
+        let y = f(inputs.map(|x| x.0[i]));
+        for (o, y) in outputs.iter_mut().zip(y) {
+            o.0[i] = y;
+        }
+    }
+    if full * S::F32_LANES < len {
+        let y = f(inputs.map(|x| s.partial_load_f32s(x.1)));
+        for (o, y) in outputs.iter_mut().zip(y) {
+            s.partial_store_f32s(o.1, y);
+        }
+    }
+}
+
+/// The same functions of one element.
+#[cfg(test)]
+pub(crate) mod plain {
+    pub(crate) fn sigmoid(x: f32) -> f32 {
+        1.0 / (1.0 + (-x).exp())
+    }
+
+    pub(crate) fn silu(x: f32) -> f32 {
+        x * sigmoid(x)
+    }
+
+    pub(crate) fn silu_slope(x: f32) -> f32 {
+        sigmoid(x) * (1.0 + x * (1.0 - sigmoid(x)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        oracle::{self, assert_close, random},
+        threads::Pool,
+    };
+    use candle_core as candle;
+    use proptest::prelude::*;
+
+    fn twin(inputs: &[&Tensor], f: impl Fn(&[f32]) -> f32) -> Vec<f32> {
+        (0..inputs[0].len()).map(|i| f(&inputs.iter().map(|t| t.data()[i]).collect::<Vec<_>>())).collect()
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn equal_their_twins(len in 0usize..70, scale in prop_oneof![Just(1.0f32), Just(30.0), Just(1000.0)]) {
+            let spread = |seed| {
+                Tensor::from_vec(random(seed, &[len]).data().iter().map(|x| x * scale).collect(), &[len])
+            };
+            let (x, y, g) = (spread(1), spread(2), random(3, &[len]));
+            let (mut a, mut b) = (Tensor::default(), Tensor::default());
+            let (rtol, atol) = (1e-5, 1e-30);
+            silu(&x, &mut a);
+            assert_close(a.data(), &twin(&[&x], |v| plain::silu(v[0])), rtol, atol);
+            let slope_atol = 1e-6 * f64::from(scale); // the slope cancels where it crosses 0
+            silu_backward(&x, &g, &mut a);
+            assert_close(a.data(), &twin(&[&x, &g], |v| v[1] * plain::silu_slope(v[0])), rtol, slope_atol);
+            gated(&x, &y, &mut a);
+            assert_close(a.data(), &twin(&[&x, &y], |v| v[0] * plain::sigmoid(v[1])), rtol, atol);
+            gated_backward(&x, &y, &g, &mut a, &mut b);
+            assert_close(a.data(), &twin(&[&y, &g], |v| v[1] * plain::sigmoid(v[0])), rtol, atol);
+            let d_gate = |v: &[f32]| v[2] * v[0] * plain::sigmoid(v[1]) * (1.0 - plain::sigmoid(v[1]));
+            assert_close(b.data(), &twin(&[&x, &y, &g], d_gate), rtol, slope_atol);
+            swiglu(&x, &y, &mut a);
+            assert_close(a.data(), &twin(&[&x, &y], |v| plain::silu(v[0]) * v[1]), rtol, atol);
+            swiglu_backward(&x, &y, &g, &mut a, &mut b);
+            let d_gate = |v: &[f32]| v[2] * v[1] * plain::silu_slope(v[0]);
+            assert_close(a.data(), &twin(&[&x, &y, &g], d_gate), rtol, slope_atol * f64::from(scale));
+            assert_close(b.data(), &twin(&[&x, &g], |v| v[1] * plain::silu(v[0])), rtol, atol);
+            combine(1.5, &x, -0.5, &y, &mut a);
+            assert_close(a.data(), &twin(&[&x, &y], |v| 1.5 * v[0] - 0.5 * v[1]), rtol, slope_atol);
+            add_scaled(0.25, &g, &mut a);
+            assert_close(a.data(), &twin(&[&x, &y, &g], |v| 1.5 * v[0] - 0.5 * v[1] + 0.25 * v[2]), rtol, slope_atol);
+        }
+    }
+
+    fn candle_sigmoid(x: &candle::Tensor) -> candle::Result<candle::Tensor> {
+        (x.neg()?.exp()? + 1.0)?.recip()
+    }
+
+    #[test]
+    fn gradients_agree_with_the_oracles() {
+        for len in [1, 35] {
+            let (x, y, g) = (random(1, &[len]), random(2, &[len]), random(3, &[len]));
+            let (mut a, mut b) = (Tensor::default(), Tensor::default());
+            let run = |f: fn(&Tensor, &Tensor, &mut Tensor)| {
+                move |v: &[Tensor]| {
+                    let mut out = Tensor::default();
+                    f(&v[0], &v[1], &mut out);
+                    vec![out]
+                }
+            };
+
+            silu_backward(&x, &g, &mut a);
+            let found = oracle::autograd(&[&x], &[&g], |v| Ok(vec![(&v[0] * candle_sigmoid(&v[0])?)?]));
+            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
+            oracle::assert_slopes(&[&x], &[&g], &[&a], 1e-2, 1e-3, |v| {
+                let mut out = Tensor::default();
+                silu(&v[0], &mut out);
+                vec![out]
+            });
+
+            gated_backward(&x, &y, &g, &mut a, &mut b);
+            let found = oracle::autograd(&[&x, &y], &[&g], |v| Ok(vec![(&v[0] * candle_sigmoid(&v[1])?)?]));
+            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
+            assert_close(b.data(), &found.gradients[1], 1e-5, 1e-6);
+            oracle::assert_slopes(&[&x, &y], &[&g], &[&a, &b], 1e-2, 1e-3, run(gated));
+
+            swiglu_backward(&x, &y, &g, &mut a, &mut b);
+            let found = oracle::autograd(&[&x, &y], &[&g], |v| Ok(vec![((&v[0] * candle_sigmoid(&v[0])?)? * &v[1])?]));
+            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
+            assert_close(b.data(), &found.gradients[1], 1e-5, 1e-6);
+            oracle::assert_slopes(&[&x, &y], &[&g], &[&a, &b], 1e-2, 1e-3, run(swiglu));
+        }
+    }
+
+    #[test]
+    fn bits_depend_neither_on_threads_nor_on_where_an_element_lies() {
+        let (x, y) = (random(1, &[9001]), random(2, &[9001]));
+        let run = |threads| {
+            let mut out = Tensor::default();
+            Pool::new(threads).expect("threads").run(|| swiglu(&x, &y, &mut out));
+            out
+        };
+        let whole = run(1);
+        assert_eq!(whole, run(3));
+        for i in [0, 7, 8999, 9000] {
+            let one = |t: &Tensor| Tensor::from_vec(vec![t.data()[i]], &[1]);
+            let mut out = Tensor::default();
+            swiglu(&one(&x), &one(&y), &mut out);
+            assert_eq!(out.data()[0], whole.data()[i]);
+        }
+    }
 }
