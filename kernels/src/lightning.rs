@@ -39,7 +39,8 @@ impl State {
     }
 }
 
-/// `out[T, heads · d]`. `finals` gets the state after each segment's last row (its open chunk folded), one `[heads · d · d]` a segment.
+/// `out[T, heads · d]`. `finals`, where given, gets the state after each segment's last row (its open chunk folded), one
+/// `[heads · d · d]` a segment; without it, only the states that children start from are computed.
 pub fn forward(
     shape: &Heads,
     forest: &Forest,
@@ -47,7 +48,7 @@ pub fn forward(
     k: &Tensor,
     v: &Tensor,
     out: &mut Tensor,
-    finals: &mut Vec<Vec<f32>>,
+    finals: Option<&mut Vec<Vec<f32>>>,
 ) {
     todo!()
 }

@@ -38,7 +38,6 @@ pub struct Workspace {
     replay: Option<Vec<Vec<u32>>>,
     kept: Keep,
     rows: usize,
-    finals: Vec<Vec<f32>>,
     uses: Vec<u32>,
     scratch: Scratch,
     d_x: Tensor,
@@ -159,10 +158,8 @@ impl Decoder {
             _ => None,
         };
         self.prepare_head(ws);
-        let mut finals = std::mem::take(&mut ws.finals);
-        let mut mixing = OverForest { forest, finals: &mut finals };
+        let mut mixing = OverForest { forest, finals: None };
         self.run(forest.tokens(), forest.positions(), &mut mixing, keep, pass.replay, ws);
-        ws.finals = finals;
     }
 
     /// The pass itself: rows of `tokens` at `positions` that see each other through `mixing`.
@@ -287,7 +284,7 @@ impl Decoder {
             let act = if ws.kept == Keep::Inputs {
                 let [x, out] = ws.inputs.get_disjoint_mut([l, l + 1]).expect("neighbours");
                 let replay = ws.replay.as_ref().map(|r| r[l].as_slice());
-                let mut mixing = OverForest { forest, finals: &mut ws.finals };
+                let mut mixing = OverForest { forest, finals: None };
                 layer.forward(x, forest.positions(), replay, &mut mixing, &mut ws.layers[0], &mut ws.scratch, out);
                 &ws.layers[0]
             } else {

@@ -41,8 +41,8 @@ pub(crate) trait Mixing {
 /// Rows that see each other as a forest says.
 pub(crate) struct OverForest<'a> {
     pub forest: &'a Forest,
-    /// The state after each segment, of the layer mixed last.
-    pub finals: &'a mut Vec<Vec<f32>>,
+    /// Takes the state after each segment, of the layer mixed last, where that is wanted.
+    pub finals: Option<&'a mut Vec<Vec<f32>>>,
 }
 
 impl Mixing for OverForest<'_> {
@@ -59,7 +59,7 @@ impl Mixing for OverForest<'_> {
         softmax::forward(heads, self.forest, q, k, v, out, lse);
     }
     fn lightning(&mut self, _: usize, heads: &lightning::Heads, q: &Tensor, k: &Tensor, v: &Tensor, out: &mut Tensor) {
-        lightning::forward(heads, self.forest, q, k, v, out, self.finals);
+        lightning::forward(heads, self.forest, q, k, v, out, self.finals.as_deref_mut());
     }
 }
 

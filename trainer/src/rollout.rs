@@ -260,7 +260,7 @@ impl<'a> Batch<'a> {
         let forest = Forest::from_sequences(unique.iter().copied());
         let mut finals = Vec::new();
         let mut mixing = Prefill {
-            over: OverForest { forest: &forest, finals: &mut finals },
+            over: OverForest { forest: &forest, finals: Some(&mut finals) },
             caches: unique.iter().map(|_| Vec::new()).collect(),
         };
         let (tokens, positions) = (forest.tokens(), forest.positions());
@@ -353,7 +353,8 @@ impl Mixing for Prefill<'_> {
         out: &mut Tensor,
     ) {
         self.over.lightning(layer, heads, q, k, v, out);
-        for (caches, kv) in self.caches.iter_mut().zip(&*self.over.finals) {
+        let finals = self.over.finals.as_deref().expect("a prefill asks for states");
+        for (caches, kv) in self.caches.iter_mut().zip(finals) {
             caches.push(Cache::Lightning(lightning::State { kv: kv.clone(), ..lightning::State::empty(heads) }));
         }
     }
