@@ -87,15 +87,16 @@ const RULES: [Rule; 10] = [
         name: "long-negatives",
         metric: "rl/length_wrong",
         shows: |value, of| {
-            of("rl/length_right").is_some_and(|right| value > 1.5 * right) && of("rl/truncated_share").is_some_and(|t| t > 0.05)
+            of("rl/length_right").is_some_and(|right| value > 1.5 * right)
+                && of("rl/truncated_share").is_some_and(|t| t > 0.05)
         },
         cause: "wrong completions grow longer than right ones and meet the window: their tails take over the gradient",
         remedy: "set a repetition stop, normaliser: sequence-mean, and a lower clip and ratio_cap",
     },
     Rule {
         name: "ratio-far",
-        metric: "rl/first_ratio_max",
-        shows: |value, _| value > 1.05,
+        metric: "rollout/logprob_diff_max",
+        shows: |value, _| value > 0.05,
         cause: "importance ratios are not 1 before the first update: tempered sampling is not replayed, tokens were re-encoded, or kernels depend on the batch",
         remedy: "use the same temperature on both sides, and pass token ids, never text",
     },
@@ -225,7 +226,7 @@ mod tests {
             ("clipped-tokens", &[("rl/clipped_share", 0.4)]),
             ("truncated", &[("rl/truncated_share", 0.3)]),
             ("long-negatives", &[("rl/length_wrong", 30.0), ("rl/length_right", 10.0), ("rl/truncated_share", 0.1)]),
-            ("ratio-far", &[("rl/first_ratio_max", 1.4)]),
+            ("ratio-far", &[("rollout/logprob_diff_max", 0.4)]),
             ("expert-load", &[("train/expert_max_load", 4.0)]),
             ("under-eps", &[("train/grad_under_eps", 0.9)]),
         ];
@@ -237,7 +238,8 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let (mut watch, mut streaks) = (Watch::open(dir.path(), 0).unwrap(), Streaks::default());
-        let healthy = [("rl/entropy", 0.001), ("rl/reward", 0.99), ("rl/zero_std_share", 0.5), ("train/expert_max_load", 1.4)];
+        let healthy =
+            [("rl/entropy", 0.001), ("rl/reward", 0.99), ("rl/zero_std_share", 0.5), ("train/expert_max_load", 1.4)];
         assert!((1..=9).all(|step| look(&mut watch, &mut streaks, step, &healthy).is_empty()));
     }
 }

@@ -99,7 +99,15 @@ impl Packer {
     }
 
     /// Adds below `parent` the rows of `bodies[who]` from `depth` on, all of which agree before it; notes each body's rows.
-    fn grow(&mut self, bodies: &[&[u32]], who: Vec<usize>, depth: usize, parent: usize, merge: Merge, rows: &mut [Vec<u32>]) {
+    fn grow(
+        &mut self,
+        bodies: &[&[u32]],
+        who: Vec<usize>,
+        depth: usize,
+        parent: usize,
+        merge: Merge,
+        rows: &mut [Vec<u32>],
+    ) {
         let mut rest: Vec<usize> = who.into_iter().filter(|&i| bodies[i].len() > depth).collect();
         while let Some(&first) = rest.first() {
             let lead = &bodies[first][depth..];
@@ -169,7 +177,10 @@ mod tests {
         let mut packer = Packer::default();
         packer.add(&[10, 11, 12, 13, 99], 1);
         let batch = packer.finish();
-        assert_eq!(batch.predictions.iter().map(|p| (p.row, p.target)).collect::<Vec<_>>(), [(0, 11), (1, 12), (2, 13), (3, 99)]);
+        assert_eq!(
+            batch.predictions.iter().map(|p| (p.row, p.target)).collect::<Vec<_>>(),
+            [(0, 11), (1, 12), (2, 13), (3, 99)]
+        );
         assert_eq!(batch.forest.tokens(), [10, 11, 12, 13]);
     }
 
@@ -216,7 +227,10 @@ mod tests {
     fn equal_completions_share_rows_and_stay_terms_of_their_own() {
         let batch = pack(&[(vec![1, 9], vec![vec![4, 2], vec![4, 2], vec![4, 5, 2], vec![2]])], Merge::Equal);
         // The body of the first two is [4], of the third [4, 5]; the last has none.
-        assert_eq!(batch.forest.segments().iter().map(|s| (s.len, s.uses)).collect::<Vec<_>>(), [(2, 4), (1, 2), (2, 1)]);
+        assert_eq!(
+            batch.forest.segments().iter().map(|s| (s.len, s.uses)).collect::<Vec<_>>(),
+            [(2, 4), (1, 2), (2, 1)]
+        );
         assert_eq!(batch.terms.len(), 2 + 2 + 3 + 1);
         let mut sums = Vec::new();
         batch.scatter(&[1.0; 8], &mut sums);

@@ -52,7 +52,8 @@ impl Learner {
     pub fn new(decoder: Decoder, spec: OptimizerSpec) -> Self {
         let optimizer = Optimizer::new(spec, &decoder.weights);
         let grads = decoder.weights.zeros_like();
-        let load = Load { counts: vec![0; decoder.config.layers * decoder.config.experts], experts: decoder.config.experts };
+        let load =
+            Load { counts: vec![0; decoder.config.layers * decoder.config.experts], experts: decoder.config.experts };
         Self {
             decoder,
             optimizer,
@@ -155,8 +156,11 @@ impl Load {
     /// balancing, arXiv:2408.15664). Choices are counted in training passes only, each once.
     fn steer(&self, buffers: &mut Weights, rate: f64) {
         for (name, bias) in buffers.iter_mut() {
-            let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
-            let Some(counts) = layer.and_then(|l| self.counts.chunks_exact(self.experts.max(1)).nth(l)) else { continue };
+            let layer =
+                name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()?.parse::<usize>().ok());
+            let Some(counts) = layer.and_then(|l| self.counts.chunks_exact(self.experts.max(1)).nth(l)) else {
+                continue;
+            };
             let even = counts.iter().sum::<u64>() as f64 / counts.len() as f64;
             let bias = bias.data_mut();
             for (b, &n) in bias.iter_mut().zip(counts) {

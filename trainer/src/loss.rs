@@ -220,8 +220,12 @@ mod tests {
     #[test]
     fn gspo_gives_a_sequence_one_ratio() {
         let (logprob, behaviour) = ([-1.0, -1.0, -1.0], [-1.2, -0.9, -1.3]);
-        let terms =
-            Terms { logprob: &logprob, behaviour: &behaviour, advantage: &[1.0; 3], trajectories: &[Range { start: 0, end: 3 }] };
+        let terms = Terms {
+            logprob: &logprob,
+            behaviour: &behaviour,
+            advantage: &[1.0; 3],
+            trajectories: &[Range { start: 0, end: 3 }],
+        };
         let mut out = Losses::default();
         gspo(Band { floor: 0.0, cap: 5.0 }, terms, &mut out);
         near(&out.ratio, &[1.142_63; 3]);
@@ -232,7 +236,12 @@ mod tests {
     fn gspo_gradient_agrees_with_finite_differences() {
         let (behaviour, advantage) = ([-1.2f32, -0.9, -1.3], [0.7f32; 3]);
         let at = |logprob: [f32; 3]| {
-            let terms = Terms { logprob: &logprob, behaviour: &behaviour, advantage: &advantage, trajectories: &[Range { start: 0, end: 3 }] };
+            let terms = Terms {
+                logprob: &logprob,
+                behaviour: &behaviour,
+                advantage: &advantage,
+                trajectories: &[Range { start: 0, end: 3 }],
+            };
             let mut out = Losses::default();
             gspo(Band { floor: 0.0, cap: 5.0 }, terms, &mut out);
             (out.loss.iter().sum::<f32>() / 3.0, out.d_logprob[1] / 3.0)

@@ -81,7 +81,8 @@ pub(crate) fn step(
     for epoch in 0..spec.epochs {
         for (i, minibatch) in minibatches.iter().enumerate() {
             let first = epoch == 0 && i == 0;
-            if let Some(step) = update(spec, minibatch, first, epoch == 0, highest_lr, progress, learner, &mut trained)? {
+            if let Some(step) = update(spec, minibatch, first, epoch == 0, highest_lr, progress, learner, &mut trained)?
+            {
                 last = Some(step);
             }
         }
@@ -139,13 +140,24 @@ fn encode(problem: &Problem, task: &dyn Task, tokenizer: &Tokenizer) -> Result<V
 }
 
 /// Scores a group and gives each sample its advantage.
-fn judge(spec: &Rl, problem: &Problem, task: &dyn Task, tokenizer: &Tokenizer, prompt: Vec<u32>, samples: Vec<Sample>) -> Result<Group> {
+fn judge(
+    spec: &Rl,
+    problem: &Problem,
+    task: &dyn Task,
+    tokenizer: &Tokenizer,
+    prompt: Vec<u32>,
+    samples: Vec<Sample>,
+) -> Result<Group> {
     let scores: Vec<f64> = samples.iter().map(|s| task.verify(problem, &tokenizer.decode(&s.tokens))).collect();
     if let Some(score) = scores.iter().find(|s| !s.is_finite()) {
-        return Err(Failure::new(Class::Other, format!("The task `{}` gave a completion the score {score}.", task.name()))
-            .hint("a score is a finite number; mend the task's verifier"));
+        return Err(Failure::new(
+            Class::Other,
+            format!("The task `{}` gave a completion the score {score}.", task.name()),
+        )
+        .hint("a score is a finite number; mend the task's verifier"));
     }
-    let rewards: Vec<f64> = scores.iter().zip(&samples).map(|(score, s)| score + penalty(spec, s.tokens.len())).collect();
+    let rewards: Vec<f64> =
+        scores.iter().zip(&samples).map(|(score, s)| score + penalty(spec, s.tokens.len())).collect();
     let cut = |s: &Sample| s.finish == Finish::Length;
     let trained = samples.iter().map(|s| !(spec.overlong == Overlong::Mask && cut(s))).collect();
     Ok(Group { prompt, advantages: advantages(spec.advantage, &rewards), samples, scores, trained })
@@ -160,69 +172,65 @@ fn penalty(spec: &Rl, length: usize) -> f64 {
     ((most - length as f64) / cache - 1.0).clamp(-1.0, 0.0)
 }
 
-/// A forward pass's worth of a minibatch, packed once for all epochs. Slices have one entry a term.
+/// A forward pass's worth of a minibatch, packed once for all epochs.
 struct Micro {
     batch: Batch,
+    columns: Columns,
+    /// The part of the minibatch's rows that are here.
+    share: f64,
+}
+
+/// What goes with a batch's terms, one entry a term.
+#[derive(Default)]
+struct Columns {
     behaviour: Vec<f32>,
     advantage: Vec<f32>,
     weight: Vec<f32>,
     /// The sampler's expert ids.
     routes: Vec<Vec<u32>>,
-    /// The part of the minibatch's rows that are here.
-    share: f64,
 }
 
+/// Packs the trained completions of whole groups, as many groups a pass as fit.
 fn pack(spec: &Rl, groups: &[Group]) -> Vec<Micro> {
-    let trained = |g: &Group, i: usize| if g.trained[i] { g.samples[i].tokens.len() } else { 0 };
-    let lengths: Vec<usize> = groups.iter().flat_map(|g| (0..g.samples.len()).map(move |i| trained(g, i))).collect();
-    let ranges: Vec<_> = groups
-        .iter()
-        .scan(0, |at, g| {
-            *at += g.samples.len();
-            Some(*at - g.samples.len()..*at)
-        })
-        .collect();
-    let mut weights = loss::weights(spec.normaliser(), &ranges, &lengths, spec.max_tokens).into_iter();
-    let mut micros: Vec<Micro> = Vec::new();
-    let mut packer = Packer::default();
-    let (mut behaviour, mut advantage, mut weight, mut routes) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
-    let mut close = |packer: &mut Packer, columns: (&mut Vec<f32>, &mut Vec<f32>, &mut Vec<f32>, &mut Vec<Vec<u32>>)| {
-        let (behaviour, advantage, weight, routes) = columns;
-        micros.push(Micro {
-            batch: packer.finish(),
-            behaviour: std::mem::take(behaviour),
-            advantage: std::mem::take(advantage),
-            weight: std::mem::take(weight),
-            routes: std::mem::take(routes),
-            share: 0.0,
-        });
-    };
+    let mut weights = weights(spec, groups).into_iter();
+    let (mut packer, mut columns, mut micros) = (Packer::default(), Columns::default(), Vec::new());
     for group in groups {
-        let kept: Vec<&Sample> = (0..group.samples.len()).filter(|&i| group.trained[i]).map(|i| &group.samples[i]).collect();
-        let most: usize = group.prompt.len() + kept.iter().map(|s| s.tokens.len() - 1).sum::<usize>();
+        let weights: Vec<f32> = weights.by_ref().take(group.samples.len()).collect();
+        let kept: Vec<usize> = (0..group.samples.len()).filter(|&i| group.trained[i]).collect();
+        let bodies: Vec<&[u32]> = kept.iter().map(|&i| group.samples[i].tokens.as_slice()).collect();
+        let most = group.prompt.len() + bodies.iter().map(|b| b.len() - 1).sum::<usize>();
         if packer.rows() > 0 && packer.rows() + most > spec.micro_batch {
-            close(&mut packer, (&mut behaviour, &mut advantage, &mut weight, &mut routes));
-        }
-        for (i, sample) in group.samples.iter().enumerate() {
-            let w = weights.next().unwrap_or(0.0);
-            if group.trained[i] {
-                let n = sample.tokens.len();
-                behaviour.extend_from_slice(&sample.logprobs);
-                advantage.extend(std::iter::repeat_n(group.advantages[i] as f32, n));
-                weight.extend(std::iter::repeat_n(w, n));
-                routes.extend(sample.routes.iter().cloned());
-            }
+            micros.push(Micro { batch: packer.finish(), columns: std::mem::take(&mut columns), share: 0.0 });
         }
         if !kept.is_empty() {
-            packer.add_group(&group.prompt, &kept.iter().map(|s| s.tokens.as_slice()).collect::<Vec<_>>(), spec.merge);
+            packer.add_group(&group.prompt, &bodies, spec.merge);
+        }
+        for i in kept {
+            let Sample { tokens, logprobs, routes, .. } = &group.samples[i];
+            columns.behaviour.extend_from_slice(logprobs);
+            columns.advantage.extend(std::iter::repeat_n(group.advantages[i] as f32, tokens.len()));
+            columns.weight.extend(std::iter::repeat_n(weights[i], tokens.len()));
+            columns.routes.extend_from_slice(routes);
         }
     }
     if packer.rows() > 0 {
-        close(&mut packer, (&mut behaviour, &mut advantage, &mut weight, &mut routes));
+        micros.push(Micro { batch: packer.finish(), columns, share: 0.0 });
     }
     let rows: usize = micros.iter().map(|m| m.batch.forest.rows()).sum();
     micros.iter_mut().for_each(|m| m.share = m.batch.forest.rows() as f64 / rows as f64);
     micros
+}
+
+/// The term weight of every sample of a minibatch; masked ones have no terms, and count as trajectories without any.
+fn weights(spec: &Rl, groups: &[Group]) -> Vec<f32> {
+    let mut ranges = Vec::new();
+    let mut lengths = Vec::new();
+    for group in groups {
+        let start = lengths.len();
+        lengths.extend(group.samples.iter().zip(&group.trained).map(|(s, &on)| if on { s.tokens.len() } else { 0 }));
+        ranges.push(start..lengths.len());
+    }
+    loss::weights(spec.normaliser(), &ranges, &lengths, spec.max_tokens)
 }
 
 /// One update on a minibatch; None where all its completions are masked.
@@ -249,15 +257,15 @@ fn update(
         }
         let terms = Terms {
             logprob: &logprob,
-            behaviour: &micro.behaviour,
-            advantage: &micro.advantage,
+            behaviour: &micro.columns.behaviour,
+            advantage: &micro.columns.advantage,
             trajectories: &micro.batch.trajectories,
         };
         loss::policy(spec.algorithm, spec.band(), terms, &mut losses);
-        for (loss, w) in losses.loss.iter().zip(&micro.weight) {
+        for (loss, w) in losses.loss.iter().zip(&micro.columns.weight) {
             total += f64::from(loss * w);
         }
-        losses.d_logprob.iter_mut().zip(&micro.weight).for_each(|(d, w)| *d *= w);
+        losses.d_logprob.iter_mut().zip(&micro.columns.weight).for_each(|(d, w)| *d *= w);
         learner.backward(&micro.batch, temperature, &losses.d_logprob, micro.share);
         trained.add(&losses, first_epoch.then_some(&entropy));
     }
@@ -373,10 +381,10 @@ struct Drift {
 impl Drift {
     fn compare(&mut self, micro: &Micro, logprob: &[f32], routes: &[Vec<u32>], config: &ModelConfig) {
         let k = config.experts_per_token;
-        for (term, (&ours, &theirs)) in logprob.iter().zip(&micro.behaviour).enumerate() {
+        for (term, (&ours, &theirs)) in logprob.iter().zip(&micro.columns.behaviour).enumerate() {
             let row = micro.batch.row(term);
             let here = routes.iter().flat_map(|layer| &layer[row * k..(row + 1) * k]);
-            let same = here.eq(&micro.routes[term]);
+            let same = here.eq(&micro.columns.routes[term]);
             let delta = f64::from((ours - theirs).abs());
             self.tokens += 1.0;
             self.exp += delta.exp_m1();

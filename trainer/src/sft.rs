@@ -62,8 +62,11 @@ impl<'a> Examples<'a> {
             tokens.push(self.tokenizer.end());
         }
         if tokens.len() < 2 {
-            return Err(Failure::new(Class::Usage, format!("An example of the task `{}` trains on no token.", self.task.name()))
-                .hint("an example needs at least two tokens: give the task longer texts"));
+            return Err(Failure::new(
+                Class::Usage,
+                format!("An example of the task `{}` trains on no token.", self.task.name()),
+            )
+            .hint("an example needs at least two tokens: give the task longer texts"));
         }
         Ok(Example { tokens, trained_from })
     }
