@@ -13,7 +13,10 @@ use crate::{
     tokenizer::Tokenizer,
     weights::plan,
 };
-use hone_evals::task::{Task, TaskSpec};
+use hone_evals::{
+    suite::Split,
+    task::{Task, TaskSpec},
+};
 use hone_runs::{
     Class, Failure, Result, config, draws,
     quantity::{Count, Span},
@@ -197,9 +200,22 @@ impl Stage {
 
     /// The task it trains on.
     pub fn task(&self) -> TaskSpec {
-        let (Stage::Sft(Sft { task, digits, length, file, .. }) | Stage::Rl(Rl { task, digits, length, file, .. })) =
-            self;
-        TaskSpec { task: task.clone(), digits: *digits, length: *length, file: file.clone() }
+        macro_rules! task {
+            ($stage:ident) => {
+                TaskSpec {
+                    task: $stage.task.clone(),
+                    digits: $stage.digits,
+                    length: $stage.length,
+                    file: $stage.file.clone(),
+                    name: $stage.name.clone(),
+                    split: $stage.split,
+                }
+            };
+        }
+        match self {
+            Stage::Sft(stage) => task!(stage),
+            Stage::Rl(stage) => task!(stage),
+        }
     }
 
     /// The keys that every kind has.
@@ -223,9 +239,15 @@ pub struct Sft {
     /// Reverse: length of the text. Countdown: how many numbers. Text: bytes a passage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub length: Option<usize>,
-    /// Text, JSON Lines: the file, relative to the workspace.
+    /// Text: the file, relative to the workspace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
+    /// A suite file with several tasks: which of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// A suite file: its split, of which only `train` may be trained on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<Split>,
     /// Distinct examples, drawn once and passed over in a new order each epoch; absent: a fresh one every time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub examples: Option<Count>,
@@ -255,6 +277,8 @@ impl Default for Sft {
             digits: None,
             length: None,
             file: None,
+            name: None,
+            split: None,
             examples: None,
             batch: 1024,
             loss: Trained::Answer,
@@ -288,9 +312,15 @@ pub struct Rl {
     /// Reverse: length of the text. Countdown: how many numbers. Text: bytes a passage.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub length: Option<usize>,
-    /// Text, JSON Lines: the file, relative to the workspace.
+    /// Text: the file, relative to the workspace.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<String>,
+    /// A suite file with several tasks: which of them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// A suite file: its split, of which only `train` may be trained on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub split: Option<Split>,
     /// Which loss is minimised.
     #[schemars(extend("x-tunable" = {"choices": ["cispo", "grpo"], "scale": "choice"}))]
     pub algorithm: Algorithm,
@@ -361,6 +391,8 @@ impl Default for Rl {
             digits: None,
             length: None,
             file: None,
+            name: None,
+            split: None,
             algorithm: Algorithm::Cispo,
             ratio_cap: None,
             ratio_floor: None,
