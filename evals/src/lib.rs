@@ -4,7 +4,9 @@
 pub mod evaluate;
 pub mod fingerprint;
 pub mod mask;
+pub mod meter;
 pub mod model;
+pub mod remote;
 pub mod scorer;
 pub mod stats;
 pub mod suite;
