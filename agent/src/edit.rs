@@ -373,6 +373,11 @@ fn end_of(document: &Document, text: &str, route: &Route) -> Option<usize> {
     Some(key + colon + 1)
 }
 
+/// A value as it would stand in a recipe, on one line.
+pub fn show(value: &Value) -> String {
+    flow(value, false)
+}
+
 /// A value on one line, as YAML or JSON.
 fn flow(value: &Value, json: bool) -> String {
     match value {

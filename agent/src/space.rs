@@ -99,7 +99,7 @@ impl Dimension {
         let u = position.clamp(0.0, 1.0);
         match &self.domain {
             Domain::Range { low, high, log, .. } => {
-                self.number(if *log { low * (high / low).powf(u) } else { low + (high - low) * u })
+                self.number(two_digits(if *log { low * (high / low).powf(u) } else { low + (high - low) * u }))
             }
             Domain::Choice(choices) => choices[((u * choices.len() as f64) as usize).min(choices.len() - 1)].clone(),
         }
@@ -113,10 +113,10 @@ impl Dimension {
         (!same(&new, now)).then_some(new)
     }
 
-    /// A number of this dimension: in the range, whole where it must be, rounded to two digits.
+    /// A number of this dimension: in the range, whole where it must be, else rounded to two digits.
     fn number(&self, x: f64) -> Value {
         let Domain::Range { low, high, integer, .. } = self.domain else { return Value::Null };
-        let x = two_digits(x).clamp(low, high);
+        let x = if integer { x } else { two_digits(x) }.clamp(low, high);
         if integer { Value::from(x.round().clamp(low.ceil(), high.floor()) as i64) } else { Value::from(x) }
     }
 }

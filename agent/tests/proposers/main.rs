@@ -1,0 +1,4 @@
+//! The proposers, from an observation to a proposal.
+
+mod fixture;
+mod search;
