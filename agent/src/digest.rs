@@ -199,7 +199,7 @@ impl LogDigest {
     }
 }
 
-/// Removes terminal escapes and control characters; every kind of line break becomes a space, tabs become spaces.
+/// Removes terminal escapes and control characters, tabs aside; every kind of line break becomes a space.
 pub fn clean(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
@@ -220,7 +220,8 @@ pub fn clean(text: &str) -> String {
                     _ => {}
                 }
             }
-            '\t' | '\n' | '\u{b}' | '\u{c}' | '\r' | '\u{85}' | '\u{2028}' | '\u{2029}' => out.push(' '),
+            '\t' => out.push(c),
+            '\n' | '\u{b}' | '\u{c}' | '\r' | '\u{85}' | '\u{2028}' | '\u{2029}' => out.push(' '),
             // Directional overrides and zero-width characters make text look like what it is not.
             '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' => {}
             c if c.is_control() => {}

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::future::Future;
 use std::pin::Pin;
 
+pub use hone_evals::remote::Message;
 use hone_runs::{Failure, Result};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -137,24 +138,11 @@ pub struct Observation {
     pub alarms: Vec<Alarm>,
     /// Some dev items that the incumbent got wrong.
     pub failed_samples: Vec<FailedSample>,
-    /// The person's notes of `iterate`, newest last, and the digest of the last failed run's log.
+    /// The person's notes of `iterate`, newest last: wishes, to be heeded.
     pub notes: Vec<String>,
-}
-
-/// One message to or from a model, as it was sent or received: what a replay reads.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// `system`, `user` or `assistant`.
-    pub role: String,
-    /// The text.
-    pub content: String,
-}
-
-impl Message {
-    /// A message.
-    pub fn new(role: &str, content: impl Into<String>) -> Self {
-        Self { role: role.into(), content: content.into() }
-    }
+    /// What is known of the newest run that failed: its failure and its log's digest ([`crate::digest::LogDigest::text`]). Data, like
+    /// all logs.
+    pub failed_run: Option<String>,
 }
 
 /// What a proposal cost.
@@ -175,7 +163,7 @@ pub struct Usage {
 pub struct Proposed {
     /// The proposal, or why there is none ([`hone_runs::Class::Agent`]): that spends the round.
     pub answer: std::result::Result<Proposal, Failure>,
-    /// Empty for proposers that talk to nobody.
+    /// As it was sent and received, secrets masked: what a replay reads. Empty for proposers that talk to nobody.
     pub transcript: Vec<Message>,
     /// What it cost.
     pub usage: Usage,

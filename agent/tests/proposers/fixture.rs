@@ -130,6 +130,7 @@ pub fn observation() -> Observation {
         alarms: vec![],
         failed_samples: vec![FailedSample { prompt: "12+34=".into(), expected: "46".into(), got: "47".into() }],
         notes: vec![],
+        failed_run: None,
     }
 }
 
