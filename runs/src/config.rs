@@ -4,14 +4,14 @@
 use std::path::Path;
 
 use schemars::JsonSchema;
-use serde::de::{DeserializeOwned, MapAccess, SeqAccess, Visitor};
-use serde::{Deserialize, Deserializer};
+use serde::de::DeserializeOwned;
 use serde_json::Value;
 use serde_saphyr::{Error, Location, Spanned};
 
 use crate::failure::{Class, Failure, Result};
+use crate::misfit::{self, Kind, Misfit, Node};
 
-/// Reads the YAML file at `path`. `T` refuses unknown keys itself (`#[serde(deny_unknown_fields)]`).
+/// Reads the YAML file at `path`; see [`parse`].
 ///
 /// # Errors
 /// [`Class::Usage`], with the place and a hint, where the file cannot be read or does not fit `T`.
@@ -27,12 +27,22 @@ pub fn read<T: DeserializeOwned + JsonSchema>(path: &Path) -> Result<T> {
 /// Reads YAML from `text`; `name` is what errors call it, usually its path.
 ///
 /// Booleans are `true` and `false` alone (YAML 1.1's `yes` and `on` are refused where a boolean is expected), a key stands
-/// once, and `- rl: {}` is the variant `rl` of an externally tagged enum.
+/// once, and `- rl: {}` is the variant `rl` of an externally tagged enum. Keys that the schema of `T` does not name are refused
+/// whether or not `T` refuses them itself: flattened structs cannot. So the schema must tell the whole of what `T` takes: serde's
+/// `alias` is not in it, and a hand-written `Deserialize` needs a `JsonSchema` by hand.
 ///
 /// # Errors
 /// [`Class::Usage`], with `name:line:column` and a hint, where the text does not fit `T`.
 pub fn parse<T: DeserializeOwned + JsonSchema>(text: &str, name: &str) -> Result<T> {
-    serde_saphyr::from_str_with_options(text, options()).map_err(|error| explain(&error, text, name, &schema::<T>()))
+    let schema = schema::<T>();
+    let value =
+        serde_saphyr::from_str_with_options(text, options()).map_err(|error| explain(&error, text, name, &schema))?;
+    match departure(text, &schema) {
+        Some(misfit) if matches!(misfit.kind, Kind::Key { .. } | Kind::NotAMapping { .. }) => {
+            Err(refusal(misfit, name))
+        }
+        _ => Ok(value),
+    }
 }
 
 /// The JSON Schema (draft 2020-12) of `T`, as `hone schema` prints it.
@@ -63,17 +73,11 @@ fn explain(error: &Error, text: &str, name: &str, schema: &Value) -> Failure {
     while let Error::AliasError { error: inner, .. } = error {
         error = inner;
     }
-    let place = |location: Option<Location>| match location {
-        Some(at) if at.line() > 0 => format!("{name}:{}:{}", at.line(), at.column()),
-        _ => name.to_string(),
-    };
-    let located = |failure: Failure| failure.at(place(error.location()));
+    let located = |failure: Failure| failure.at(place(name, error.location()));
     match error {
         Error::SerdeUnknownField { field, expected, .. } => located(unknown("key", field, expected)),
         Error::SerdeUnknownVariant { variant, expected, .. } => located(unknown("value", variant, expected)),
-        Error::SerdeMissingField { field, .. } => {
-            located(usage(format!("The key `{field}` is missing.")).hint(format!("add `{field}:`")))
-        }
+        Error::SerdeMissingField { field, .. } => located(missing(field)),
         Error::DuplicateMappingKey { key, .. } => {
             let key = key.as_deref().unwrap_or("?");
             located(usage(format!("The key `{key}` stands twice.")).hint("keep one of the two"))
@@ -84,19 +88,79 @@ fn explain(error: &Error, text: &str, name: &str, schema: &Value) -> Failure {
         ),
         Error::SerdeInvalidType { unexpected, expected, .. }
         | Error::SerdeInvalidValue { unexpected, expected, .. } => {
+            let expected = in_words(expected);
             located(usage(format!("Expected {expected}, found {unexpected}.")).hint(format!("write {expected}")))
         }
+        Error::InvalidScalar { ty, .. } | Error::Unexpected { expected: ty, .. } => {
+            let expected = in_words(ty);
+            located(usage(format!("Expected {expected}.")).hint(format!("write {expected}")))
+        }
+        Error::MultipleDocuments { .. } => {
+            located(usage("There is more than one YAML document.").hint("keep one, without a line of `---` after it"))
+        }
+        Error::Eof { .. } => {
+            located(usage("The text ends too early.").hint("`hone init` shows what a whole file looks like"))
+        }
         // Where an enum is told apart by its content alone, serde reports that nothing fitted and not why: the schema knows.
-        other => match stray(text, schema) {
-            Some(Stray { location, what, word, valid }) => unknown(what, &word, &valid).at(place(Some(location))),
+        other => match departure(text, schema) {
+            Some(misfit) => refusal(misfit, name),
             None => {
-                let (message, location) = match other {
-                    Error::Message { msg, location } => (msg.clone(), Some(*location)),
-                    other => (plain(&other.render()), other.location()),
+                let message = match other {
+                    Error::Message { msg, .. } if msg.starts_with("data did not match any variant") => {
+                        "This fits none of the forms that are accepted here".into()
+                    }
+                    Error::Message { msg, .. } => msg.clone(),
+                    other => other.render(),
                 };
-                usage(sentence(&message)).hint("`hone schema` prints what is accepted").at(place(location))
+                located(usage(sentence(&message)).hint("`hone schema` prints what is accepted"))
             }
         },
+    }
+}
+
+fn departure(text: &str, schema: &Value) -> Option<Misfit> {
+    let document: Spanned<Node> = serde_saphyr::from_str_with_options(text, options()).ok()?;
+    misfit::first(&document, schema)
+}
+
+fn refusal(misfit: Misfit, name: &str) -> Failure {
+    let failure = match &misfit.kind {
+        Kind::Key { word, valid } => unknown("key", word, valid),
+        Kind::Value { word, valid } => unknown("value", word, valid),
+        Kind::NotAMapping { word, keys } => {
+            usage(format!("Expected a mapping, found `{word}`.")).hint(match &keys[..] {
+                [] => "write keys and values".to_string(),
+                keys if keys.iter().any(|key| key == word) => format!("write `{word}: {{}}`"),
+                keys => format!("write keys and values; valid here: {}", listed(keys)),
+            })
+        }
+        Kind::Missing { key } => missing(key),
+    };
+    failure.at(place(name, Some(misfit.location)))
+}
+
+fn missing(key: &str) -> Failure {
+    usage(format!("The key `{key}` is missing.")).hint(format!("add `{key}:`"))
+}
+
+/// A type's name as a person would say it.
+fn in_words(kind: &str) -> &str {
+    match kind {
+        "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number from 0",
+        "i8" | "i16" | "i32" | "i64" | "isize" | "integer" => "a whole number",
+        "f32" | "f64" | "floating point" => "a number",
+        "bool" | "a boolean" => "true or false",
+        "string scalar" | "a string" => "text",
+        "sequence start" | "a sequence" => "a list",
+        "mapping start" | "a map" => "a mapping",
+        other => other,
+    }
+}
+
+fn place(name: &str, location: Option<Location>) -> String {
+    match location {
+        Some(at) if at.line() > 0 => format!("{name}:{}:{}", at.line(), at.column()),
+        _ => name.to_string(),
     }
 }
 
@@ -106,173 +170,36 @@ fn usage(message: impl Into<String>) -> Failure {
 
 fn unknown<S: AsRef<str>>(what: &str, word: &str, valid: &[S]) -> Failure {
     let failure = usage(format!("Unknown {what} `{word}`."));
-    let valid: Vec<&str> = valid.iter().map(AsRef::as_ref).collect();
-    let listed = valid.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-    match (nearest(word, valid.iter().copied()), valid.is_empty()) {
-        (Some(name), _) => failure.hint(format!("did you mean `{name}`? Valid here: {listed}")),
-        (None, false) => failure.hint(format!("valid here: {listed}")),
+    match (nearest(word, valid.iter().map(AsRef::as_ref)), valid.is_empty()) {
+        (Some(name), _) => failure.hint(format!("did you mean `{name}`? Valid here: {}", listed(valid))),
+        (None, false) => failure.hint(format!("valid here: {}", listed(valid))),
         (None, true) => failure.hint(format!("no {what} is valid here")),
     }
 }
 
-/// The parser's own words without the place, which stands apart.
-fn plain(message: &str) -> String {
-    let end = message.find("line ").filter(|at| *at < 40).and_then(|_| message.find(": ")).map_or(0, |at| at + 2);
-    message[end..].lines().next().unwrap_or_default().to_string()
+fn listed<S: AsRef<str>>(names: &[S]) -> String {
+    names.iter().map(|name| format!("`{}`", name.as_ref())).collect::<Vec<_>>().join(", ")
 }
 
+/// The parser's own words as a sentence, without the place, which stands apart.
 fn sentence(message: &str) -> String {
+    let message = message.split(" at line ").next().unwrap_or_default().lines().next().unwrap_or_default();
     let mut chars = message.trim().trim_end_matches('.').chars();
     let first = chars.next().map(|c| c.to_uppercase().to_string()).unwrap_or_default();
     format!("{first}{}.", chars.as_str())
 }
 
-/// The document with the place of every key and value.
-#[derive(Debug)]
-enum Node {
-    Map(Vec<(Spanned<String>, Spanned<Node>)>),
-    List(Vec<Spanned<Node>>),
-    Text(String),
-    Other,
-}
-
-impl<'de> Deserialize<'de> for Node {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct NodeVisitor;
-        impl<'de> Visitor<'de> for NodeVisitor {
-            type Value = Node;
-            fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-                f.write_str("YAML")
-            }
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Node, A::Error> {
-                let mut entries = Vec::new();
-                while let Some(entry) = map.next_entry()? {
-                    entries.push(entry);
-                }
-                Ok(Node::Map(entries))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> std::result::Result<Node, A::Error> {
-                let mut items = Vec::new();
-                while let Some(item) = seq.next_element()? {
-                    items.push(item);
-                }
-                Ok(Node::List(items))
-            }
-            fn visit_str<E>(self, text: &str) -> std::result::Result<Node, E> {
-                Ok(Node::Text(text.to_string()))
-            }
-            fn visit_bool<E>(self, _: bool) -> std::result::Result<Node, E> {
-                Ok(Node::Other)
-            }
-            fn visit_i64<E>(self, _: i64) -> std::result::Result<Node, E> {
-                Ok(Node::Other)
-            }
-            fn visit_u64<E>(self, _: u64) -> std::result::Result<Node, E> {
-                Ok(Node::Other)
-            }
-            fn visit_f64<E>(self, _: f64) -> std::result::Result<Node, E> {
-                Ok(Node::Other)
-            }
-            fn visit_unit<E>(self) -> std::result::Result<Node, E> {
-                Ok(Node::Other)
-            }
-        }
-        deserializer.deserialize_any(NodeVisitor)
-    }
-}
-
-/// A key or value that no branch of the schema knows.
-struct Stray {
-    location: Location,
-    what: &'static str,
-    word: String,
-    valid: Vec<String>,
-}
-
-fn stray(text: &str, schema: &Value) -> Option<Stray> {
-    let document: Spanned<Node> = serde_saphyr::from_str_with_options(text, options()).ok()?;
-    stray_in(schema, &[schema], &document)
-}
-
-/// All alternatives that `schema` offers, references followed. Recursive types end at the depth of the document, which drives
-/// the walk; a schema that refers to itself without consuming a key does not come out of a Rust type.
-fn branches<'a>(root: &'a Value, schema: &'a Value, into: &mut Vec<&'a Value>) {
-    if let Some(name) = schema["$ref"].as_str() {
-        if let Some(target) = name.strip_prefix('#').and_then(|pointer| root.pointer(pointer)) {
-            branches(root, target, into);
-        }
-    }
-    let nested = ["anyOf", "oneOf", "allOf"].iter().filter_map(|key| schema[key].as_array()).flatten();
-    for branch in nested {
-        branches(root, branch, into);
-    }
-    into.push(schema);
-}
-
-fn stray_in(root: &Value, schemas: &[&Value], node: &Spanned<Node>) -> Option<Stray> {
-    let mut all = Vec::new();
-    for schema in schemas {
-        branches(root, schema, &mut all);
-    }
-    match &node.value {
-        Node::Map(entries) => {
-            if all.iter().any(|schema| schema["additionalProperties"].as_bool() == Some(true)) {
-                return None;
-            }
-            let open: Vec<&Value> =
-                all.iter().map(|schema| &schema["additionalProperties"]).filter(|s| s.is_object()).collect();
-            let valid: Vec<String> = all
-                .iter()
-                .filter_map(|schema| schema["properties"].as_object())
-                .flat_map(|p| p.keys().cloned())
-                .collect();
-            entries.iter().find_map(|(key, value)| {
-                let word = &key.value;
-                let inner: Vec<&Value> = all.iter().filter_map(|schema| schema["properties"].get(word)).collect();
-                match (inner.is_empty(), open.is_empty()) {
-                    (false, _) => stray_in(root, &inner, value),
-                    (true, false) => stray_in(root, &open, value),
-                    (true, true) if valid.is_empty() => None,
-                    (true, true) => {
-                        Some(Stray { location: key.referenced, what: "key", word: word.clone(), valid: valid.clone() })
-                    }
-                }
-            })
-        }
-        Node::List(items) => {
-            let inner: Vec<&Value> =
-                all.iter().map(|schema| &schema["items"]).filter(|items| items.is_object()).collect();
-            if inner.is_empty() { None } else { items.iter().find_map(|item| stray_in(root, &inner, item)) }
-        }
-        Node::Text(word) => {
-            let free = |schema: &&&Value| {
-                let kind = &schema["type"];
-                let text = kind == "string" || kind.as_array().is_some_and(|kinds| kinds.iter().any(|k| k == "string"));
-                text && schema.get("enum").is_none() && schema.get("const").is_none()
-            };
-            if all.iter().any(|schema| free(&schema)) {
-                return None;
-            }
-            let listed = all.iter().filter_map(|schema| schema["enum"].as_array()).flatten();
-            let valid: Vec<String> = listed
-                .chain(all.iter().filter_map(|schema| schema.get("const")))
-                .filter_map(|value| value.as_str().map(str::to_string))
-                .collect();
-            let known = valid.is_empty() || valid.contains(word);
-            (!known).then(|| Stray { location: node.referenced, what: "value", word: word.clone(), valid })
-        }
-        Node::Other => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde::Deserialize;
 
     #[derive(Debug, Deserialize, JsonSchema, PartialEq)]
     #[serde(deny_unknown_fields)]
     struct Recipe {
         lr: f64,
+        #[serde(default)]
+        more: std::collections::BTreeMap<String, serde_json::Value>,
         #[serde(default)]
         shuffle: bool,
         #[serde(default)]
@@ -289,10 +216,18 @@ mod tests {
     }
 
     #[derive(Debug, Default, Deserialize, JsonSchema, PartialEq)]
-    #[serde(deny_unknown_fields, default)]
+    #[serde(default)]
     struct Sft {
         examples: u64,
+        #[serde(flatten)]
+        task: Task,
+    }
+
+    #[derive(Debug, Default, Deserialize, JsonSchema, PartialEq)]
+    #[serde(default)]
+    struct Task {
         digits: u64,
+        kind: Option<Named>,
     }
 
     #[derive(Debug, Deserialize, JsonSchema, PartialEq)]
@@ -323,8 +258,10 @@ mod tests {
 
     #[test]
     fn reads_externally_tagged_stages() {
-        let recipe: Recipe = parse("lr: 1e-3\nstages:\n  - sft: {examples: 5}\n  - rl: {}\n", "r").unwrap();
-        assert_eq!(recipe.stages, [Stage::Sft(Sft { examples: 5, digits: 0 }), Stage::Rl(Sft::default())]);
+        let text = "lr: 1e-3\nmore: {any: {thing: [1, {goes: here}]}}\nstages:\n  - sft: {examples: 5, digits: 2, kind: random}\n  - rl: {}\n";
+        let recipe: Recipe = parse(text, "r").unwrap();
+        let task = Task { digits: 2, kind: Some(Named::Random) };
+        assert_eq!(recipe.stages, [Stage::Sft(Sft { examples: 5, task }), Stage::Rl(Sft::default())]);
     }
 
     #[test]
@@ -334,7 +271,7 @@ mod tests {
         assert!(hint.starts_with("did you mean `examples`?"), "{hint}");
         let (at, message, hint) = refused("lr: 1\nzzz: 2\n");
         assert_eq!((at.as_str(), message.as_str()), ("recipe.yaml:2:1", "Unknown key `zzz`."));
-        assert!(hint.starts_with("valid here: `lr`, `shuffle`"), "{hint}");
+        assert!(hint.starts_with("valid here: `lr`, `more`, `shuffle`"), "{hint}");
     }
 
     #[test]
@@ -356,18 +293,34 @@ mod tests {
     }
 
     #[test]
-    fn the_other_refusals_say_what_to_do() {
-        let (at, message, hint) = refused("lr: 1\nshuffle: yes\n");
-        assert_eq!((at.as_str(), message.as_str()), ("recipe.yaml:2:10", "Expected true or false."));
-        assert!(hint.contains("`true` or `false`"));
-        let (at, message, _) = refused("lr: 1\nlr: 2\n");
-        assert_eq!((at.as_str(), message.as_str()), ("recipe.yaml:2:1", "The key `lr` stands twice."));
-        let (at, message, _) = refused("shuffle: true\n");
-        assert_eq!((at.as_str(), message.as_str()), ("recipe.yaml:1:1", "The key `lr` is missing."));
-        let (at, _, _) = refused("lr: [1\n");
-        assert!(at.starts_with("recipe.yaml:"), "{at}");
-        let (at, message, _) = refused("lr: fast\n");
-        assert!(at == "recipe.yaml:1:5" && message.ends_with('.'), "{at} {message}");
+    fn refusals_say_where_what_and_what_to_do() {
+        for (text, at, message, hint) in [
+            ("lr: 1\nshuffle: yes\n", "2:10", "Expected true or false.", "write `true` or `false`"),
+            ("lr: 1\nlr: 2\n", "2:1", "The key `lr` stands twice.", "keep one"),
+            ("shuffle: true\n", "1:1", "The key `lr` is missing.", "add `lr:`"),
+            ("lr: fast\n", "1:5", "Expected a number.", "write a number"),
+            ("lr: 1\nstages: 3\n", "2:9", "Expected a list.", "write a list"),
+            ("[1]", "1:1", "Expected a mapping.", "write a mapping"),
+            (
+                "lr: 1\nstages:\n  - sft: {digits: -1}\n",
+                "3:11",
+                "Expected a whole number from 0, found integer `-1`.",
+                "write",
+            ),
+            ("lr: 1\nproposer: {llm: {}}\n", "2:17", "The key `model` is missing.", "add `model:`"),
+            ("lr: 1\nproposer: 3\n", "2:11", "This fits none of the forms that are accepted here.", "`hone schema`"),
+            ("lr: 1\nstages:\n  - sft\n  - sft: {}\n", "3:5", "Expected a mapping, found `sft`.", "write `sft: {}`"),
+            ("lr: 1\nstages:\n  - sft: {}\n    rl: {}\n", "4:5", "", "`hone schema`"),
+            ("lr: 1\n---\nlr: 2\n", "3:1", "There is more than one YAML document.", "keep one"),
+            ("", "1:1", "The text ends too early.", "`hone init`"),
+            ("lr: \"x\n", "1:5", "Unclosed quote.", "`hone schema`"),
+            ("lr: *x\n", "1:5", "Alias references unknown anchor.", "`hone schema`"),
+        ] {
+            let refusal = refused(text);
+            assert_eq!(refusal.0, format!("recipe.yaml:{at}"), "{text:?} {refusal:?}");
+            assert!(message.is_empty() || refusal.1 == message, "{text:?} {refusal:?}");
+            assert!(refusal.1.ends_with('.') && refusal.2.starts_with(hint), "{text:?} {refusal:?}");
+        }
     }
 
     #[test]

@@ -40,6 +40,13 @@ impl Class {
             Class::Terminated => 143,
         }
     }
+
+    /// Whose failure a run's exit code says it was. Whatever no class claims is the candidate's: what the run was given to run
+    /// does not work, usage and config errors included.
+    pub fn of_run(code: i32) -> Self {
+        let classes = [Class::Budget, Class::Integrity, Class::Infrastructure, Class::Interrupted, Class::Terminated];
+        classes.into_iter().find(|class| i32::from(class.exit_code()) == code).unwrap_or(Class::Candidate)
+    }
 }
 
 /// An error for people: class, message, hint, and where in which file.

@@ -131,6 +131,10 @@ impl RunFolder {
     pub fn stderr(&self) -> PathBuf {
         self.path.join("stderr.log")
     }
+    /// What the run's supervisor had to say for itself; empty where all went well.
+    pub fn supervisor_log(&self) -> PathBuf {
+        self.path.join("supervisor.log")
+    }
     /// The lock that a live run holds.
     pub fn lock_file(&self) -> PathBuf {
         self.path.join("lock")

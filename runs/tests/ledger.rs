@@ -41,7 +41,7 @@ async fn appending_again_returns_the_stored_event() {
     let replicate = ledger.append(new(1, "run", json!({})).replicate(1)).await.unwrap();
     assert_eq!((replicate.fresh, replicate.event.position), (true, 2));
     assert_eq!(replicate.event.previous_hash, first.event.hash);
-    assert_eq!(ledger.events_after("c1", 1).await.unwrap(), [replicate.event.clone()]);
+    assert_eq!(ledger.events_after("c1", 1).await.unwrap(), vec![replicate.event.clone()]);
     assert_eq!(ledger.find("c1", 1, "run", 1, "done").await.unwrap(), Some(replicate.event));
     assert_eq!(ledger.find("c1", 1, "run", 2, "done").await.unwrap(), None);
 }
