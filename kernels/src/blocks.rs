@@ -46,6 +46,18 @@ impl<A: Parts, B: Parts, C: Parts> Parts for (A, B, C) {
     }
 }
 
+impl<P: Parts, const N: usize> Parts for [P; N] {
+    fn split_at(self, rows: usize) -> (Self, Self) {
+        let mut after = Vec::with_capacity(N);
+        let before = self.map(|part| {
+            let (a, b) = part.split_at(rows);
+            after.push(b);
+            a
+        });
+        (before, after.try_into().unwrap_or_else(|_| unreachable!("N parts were split")))
+    }
+}
+
 /// Calls `work(first, parts)` on runs of rows that together are all `rows`, `first` being the first row's index. `cost` is a
 /// row's work in elements; little work, or a pool of one, makes a single call.
 pub(crate) fn for_rows<P: Parts>(rows: usize, cost: usize, parts: P, work: impl Fn(usize, P) + Sync) {

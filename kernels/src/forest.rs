@@ -163,25 +163,32 @@ impl Forest {
     }
 }
 
-/// One tree of a forest: a root and all below it. Its segments and its rows are contiguous.
+/// A stretch of whole segments, and their rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Tree {
-    /// Its segments, the root first.
+pub struct Span {
+    /// Segments.
     pub segments: Range<usize>,
-    /// Its rows.
+    /// Rows.
     pub rows: Range<usize>,
 }
 
 impl Forest {
-    /// The trees, in order; together they hold every row. Nothing one computes depends on another.
-    pub fn trees(&self) -> impl Iterator<Item = Tree> + '_ {
-        let mut at = 0;
+    /// The trees, in order, each a root with all below it; together they hold every row. Nothing one computes depends on
+    /// another.
+    pub fn trees(&self) -> impl Iterator<Item = Span> + '_ {
+        self.trees_of(Span { segments: 0..self.segments.len(), rows: 0..self.rows() })
+    }
+
+    /// The trees of a span that starts and ends between trees.
+    pub fn trees_of(&self, span: Span) -> impl Iterator<Item = Span> + '_ {
+        let mut at = span.segments.start;
         std::iter::from_fn(move || {
-            let start = self.segments.get(at)?.start;
-            let end = self.ends[at];
-            let first = at;
-            at = if end == self.rows() { self.segments.len() } else { self.segment_of[end] as usize };
-            Some(Tree { segments: first..at, rows: start..end })
+            if at == span.segments.end {
+                return None;
+            }
+            let (first, rows) = (at, self.segments[at].start..self.ends[at]);
+            at = if rows.end == self.rows() { self.segments.len() } else { self.segment_of[rows.end] as usize };
+            Some(Span { segments: first..at, rows })
         })
     }
 
@@ -359,7 +366,7 @@ mod tests {
         assert_eq!(forest.ancestors(3), [0..1, 1..2]);
         assert_eq!((0..5).map(|s| forest.has_children(s)).collect::<Vec<_>>(), [true, true, false, false, false]);
         assert_eq!((0..8).map(|r| forest.uses(r)).collect::<Vec<_>>(), [3, 2, 1, 1, 1, 1, 1, 1]);
-        assert_eq!(forest.trees().collect::<Vec<_>>(), [Tree { segments: 0..5, rows: 0..8 }]);
+        assert_eq!(forest.trees().collect::<Vec<_>>(), [Span { segments: 0..5, rows: 0..8 }]);
         let unmerged = unmerged(&forest);
         assert_eq!(unmerged.tokens(), [0, 1, 2, 3, 0, 1, 4, 5, 0, 6, 7]);
     }
@@ -370,7 +377,7 @@ mod tests {
         assert_eq!(forest.tokens(), [7, 8, 9, 5]);
         assert_eq!(forest.positions(), [0, 1, 2, 0]);
         let trees: Vec<_> = forest.trees().collect();
-        assert_eq!(trees, [Tree { segments: 0..1, rows: 0..3 }, Tree { segments: 1..2, rows: 3..4 }]);
+        assert_eq!(trees, [Span { segments: 0..1, rows: 0..3 }, Span { segments: 1..2, rows: 3..4 }]);
         assert_eq!(Forest::from_sequences([]).trees().count(), 0);
     }
 

@@ -13,6 +13,7 @@
 
 pub mod adamw;
 mod blocks;
+mod columns;
 pub mod embedding;
 pub mod experts;
 pub mod forest;
@@ -31,6 +32,7 @@ pub(crate) mod simd;
 pub mod softmax;
 pub mod tensor;
 pub mod threads;
+mod trees;
 
 pub use forest::{Forest, ForestError, Prediction, Segment};
 pub use tensor::Tensor;

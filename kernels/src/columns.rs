@@ -1,0 +1,371 @@
+//! One head's columns in the rows of a tensor, and the three products that attention is made of: rows against keys
+//! ([`scores`]), weighted sums of rows ([`mix`]), and their transpose ([`spread`]). They know neither mask nor forest.
+//!
+//! Each product has one order of addition, whatever the number of rows taken together: a score adds over the head's width
+//! as [`simd::dot`] does, bit for bit; a weighted sum takes its rows one after another by fused multiply-add.
+
+use crate::Tensor;
+use crate::simd::{LANES, Simd};
+
+/// Rows that are worth taking together: they share the loads of keys and values.
+pub(crate) const BLOCK: usize = 4;
+
+/// Columns of a row-major array, for reading.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Columns<'a> {
+    data: &'a [f32],
+    stride: usize,
+    width: usize,
+}
+
+impl<'a> Columns<'a> {
+    /// `width` columns from column `from` on, of rows of `stride`.
+    #[inline(always)]
+    pub(crate) fn new(data: &'a [f32], stride: usize, from: usize, width: usize) -> Self {
+        assert!(from + width <= stride, "columns {from}..{} of {stride}", from + width);
+        Self { data: &data[from.min(data.len())..], stride, width }
+    }
+
+    /// Part `part` of `parts` equal parts of a tensor's columns.
+    #[inline(always)]
+    pub(crate) fn part(tensor: &'a Tensor, part: usize, parts: usize) -> Self {
+        let width = tensor.cols() / parts;
+        Self::new(tensor.data(), tensor.cols(), part * width, width)
+    }
+
+    /// The rows from row `first` on.
+    #[inline(always)]
+    pub(crate) fn from_row(self, first: usize) -> Self {
+        Self { data: &self.data[(first * self.stride).min(self.data.len())..], ..self }
+    }
+
+    /// Row `i`.
+    #[inline(always)]
+    pub(crate) fn row(self, i: usize) -> &'a [f32] {
+        &self.data[i * self.stride..][..self.width]
+    }
+
+    /// Part `part` of `parts` equal parts of these columns.
+    #[inline(always)]
+    pub(crate) fn within(self, part: usize, parts: usize) -> Self {
+        let width = self.width / parts;
+        Self { data: &self.data[(part * width).min(self.data.len())..], width, ..self }
+    }
+
+    /// Rows `first..first + N`.
+    #[inline(always)]
+    pub(crate) fn block<const N: usize>(self, first: usize) -> [&'a [f32]; N] {
+        std::array::from_fn(|r| self.row(first + r))
+    }
+}
+
+/// Columns of a row-major array, for writing.
+#[derive(Debug)]
+pub(crate) struct ColumnsMut<'a> {
+    data: &'a mut [f32],
+    stride: usize,
+    width: usize,
+}
+
+impl<'a> ColumnsMut<'a> {
+    /// `width` columns from column `from` on, of rows of `stride`.
+    #[inline(always)]
+    pub(crate) fn new(data: &'a mut [f32], stride: usize, from: usize, width: usize) -> Self {
+        assert!(from + width <= stride, "columns {from}..{} of {stride}", from + width);
+        let from = from.min(data.len());
+        Self { data: &mut data[from..], stride, width }
+    }
+
+    /// Row `i`.
+    #[inline(always)]
+    pub(crate) fn row(&mut self, i: usize) -> &mut [f32] {
+        &mut self.data[i * self.stride..][..self.width]
+    }
+
+    /// The rows from row `first` on.
+    #[inline(always)]
+    pub(crate) fn from_row(&mut self, first: usize) -> ColumnsMut<'_> {
+        let first = (first * self.stride).min(self.data.len());
+        ColumnsMut { data: &mut self.data[first..], ..*self }
+    }
+
+    /// Part `part` of `parts` equal parts of these columns.
+    #[inline(always)]
+    pub(crate) fn within(&mut self, part: usize, parts: usize) -> ColumnsMut<'_> {
+        let width = self.width / parts;
+        let from = (part * width).min(self.data.len());
+        ColumnsMut { data: &mut self.data[from..], width, stride: self.stride }
+    }
+
+    /// Sets the first `rows` rows to 0.
+    #[inline(always)]
+    pub(crate) fn clear(&mut self, rows: usize) {
+        for i in 0..rows {
+            self.row(i).fill(0.0);
+        }
+    }
+}
+
+/// Panels that `keys` keys take.
+#[inline(always)]
+pub(crate) fn panels(keys: usize) -> usize {
+    keys.div_ceil(LANES)
+}
+
+/// Lays the first `keys` rows of `x` out as [`scores`] reads them: panels of [`LANES`] keys, each `[width, LANES]`, the
+/// last filled up with zeros.
+#[inline(always)]
+pub(crate) fn pack(x: Columns, keys: usize, panels: &mut [f32]) {
+    if x.width == 0 {
+        return;
+    }
+    let mut first = 0;
+    for panel in panels.chunks_exact_mut(x.width * LANES).take(keys.div_ceil(LANES)) {
+        let (panel, _) = panel.as_chunks_mut::<LANES>();
+        let here = LANES.min(keys - first);
+        for lane in 0..here {
+            for (place, &x) in panel.iter_mut().zip(x.row(first + lane)) {
+                place[lane] = x;
+            }
+        }
+        if here < LANES {
+            for place in panel {
+                place[here..].fill(0.0);
+            }
+        }
+        first += LANES;
+    }
+}
+
+/// `out[r][j] = queries[r] · key j` for the first `keys` keys of packed `panels`; what lies after them in `out`, up to a
+/// whole panel, is overwritten with unspecified numbers.
+#[inline(always)]
+pub(crate) fn scores<S: Simd, const R: usize>(
+    s: S,
+    queries: [&[f32]; R],
+    panels: &[f32],
+    keys: usize,
+    mut out: [&mut [f32]; R],
+) {
+    let width = queries[0].len();
+    let queries = queries.map(|q| &q[..width]);
+    for p in 0..keys.div_ceil(LANES) {
+        let (panel, _) = panels[p * width * LANES..(p + 1) * width * LANES].as_chunks::<LANES>();
+        for part in 0..LANES / S::F32_LANES {
+            // The lanes of a dot product, each over the columns c ≡ l modulo LANES, here with a key in each lane of a register ...
+            let lane = |l: usize| {
+                let mut sum = [s.splat_f32s(0.0); R];
+                for c in (l..width).step_by(LANES) {
+                    let key = S::as_simd_f32s(&panel[c]).0[part];
+                    for r in 0..R {
+                        sum[r] = s.mul_add_f32s(s.splat_f32s(queries[r][c]), key, sum[r]);
+                    }
+                }
+                sum
+            };
+            // ... added by halves: l + 8, then + 4, + 2, + 1.
+            let add = |a: [S::f32s; R], b: [S::f32s; R]| std::array::from_fn(|r| s.add_f32s(a[r], b[r]));
+            let half = |l| add(lane(l), lane(l + 8));
+            let quarter = |l| add(half(l), half(l + 4));
+            let eighth = |l| add(quarter(l), quarter(l + 2));
+            let total: [S::f32s; R] = add(eighth(0), eighth(1));
+            let at = p * LANES + part * S::F32_LANES;
+            for (out, total) in out.iter_mut().zip(total) {
+                S::as_mut_simd_f32s(&mut out[at..at + S::F32_LANES]).0[0] = total;
+            }
+        }
+    }
+}
+
+/// `out row (first + r) += Σ_j weights[r][j] · values row j`, j in order.
+#[inline(always)]
+pub(crate) fn mix<S: Simd, const R: usize>(
+    s: S,
+    weights: [&[f32]; R],
+    values: Columns,
+    out: &mut ColumnsMut,
+    first: usize,
+) {
+    let mut at = 0;
+    while let Some(wide) = next_tile::<S>(out.width - at) {
+        match wide {
+            4 => mix_tile::<S, R, 4>(s, weights, values, out, first, at),
+            2 => mix_tile::<S, R, 2>(s, weights, values, out, first, at),
+            _ => mix_tile::<S, R, 1>(s, weights, values, out, first, at),
+        }
+        at += wide * S::F32_LANES;
+    }
+    if at < out.width {
+        let mut sum: [_; R] = std::array::from_fn(|r| s.partial_load_f32s(&out.row(first + r)[at..]));
+        for j in 0..weights[0].len() {
+            let value = s.partial_load_f32s(&values.row(j)[at..out.width]);
+            for r in 0..R {
+                sum[r] = s.mul_add_f32s(s.splat_f32s(weights[r][j]), value, sum[r]);
+            }
+        }
+        for (r, sum) in sum.into_iter().enumerate() {
+            s.partial_store_f32s(&mut out.row(first + r)[at..], sum);
+        }
+    }
+}
+
+/// Registers side by side in the next tile of columns: as many accumulators as an instruction set has room for.
+#[inline(always)]
+fn next_tile<S: Simd>(columns: usize) -> Option<usize> {
+    let most = if S::REGISTER_COUNT >= 32 { 4 } else { 2 };
+    [4, 2, 1].into_iter().find(|&n| n <= most && n * S::F32_LANES <= columns)
+}
+
+#[inline(always)]
+fn mix_tile<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    weights: [&[f32]; R],
+    values: Columns,
+    out: &mut ColumnsMut,
+    first: usize,
+    at: usize,
+) {
+    let to = at + C * S::F32_LANES;
+    let n = weights[0].len();
+    let weights = weights.map(|w| &w[..n]);
+    let mut sum = [[s.splat_f32s(0.0); C]; R];
+    for (r, sum) in sum.iter_mut().enumerate() {
+        sum.copy_from_slice(&S::as_simd_f32s(&out.row(first + r)[at..to]).0[..C]);
+    }
+    for j in 0..n {
+        let value = &S::as_simd_f32s(&values.data[j * values.stride + at..][..C * S::F32_LANES]).0[..C];
+        for r in 0..R {
+            let weight = s.splat_f32s(weights[r][j]);
+            for c in 0..C {
+                sum[r][c] = s.mul_add_f32s(weight, value[c], sum[r][c]);
+            }
+        }
+    }
+    for (r, sum) in sum.iter().enumerate() {
+        S::as_mut_simd_f32s(&mut out.row(first + r)[at..to]).0[..C].copy_from_slice(sum);
+    }
+}
+
+/// `out row j += Σ_r weights[r][j] · x[r]`, r in order, for all j of `weights`.
+#[inline(always)]
+pub(crate) fn spread<S: Simd, const R: usize>(s: S, weights: [&[f32]; R], x: [&[f32]; R], out: &mut ColumnsMut) {
+    let mut at = 0;
+    while let Some(wide) = next_tile::<S>(out.width - at) {
+        match wide {
+            4 => spread_tile::<S, R, 4>(s, weights, x, out, at),
+            2 => spread_tile::<S, R, 2>(s, weights, x, out, at),
+            _ => spread_tile::<S, R, 1>(s, weights, x, out, at),
+        }
+        at += wide * S::F32_LANES;
+    }
+    if at < out.width {
+        let x: [_; R] = std::array::from_fn(|r| s.partial_load_f32s(&x[r][at..out.width]));
+        for j in 0..weights[0].len() {
+            let place = &mut out.row(j)[at..];
+            let mut sum = s.partial_load_f32s(place);
+            for r in 0..R {
+                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), x[r], sum);
+            }
+            s.partial_store_f32s(place, sum);
+        }
+    }
+}
+
+#[inline(always)]
+fn spread_tile<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    weights: [&[f32]; R],
+    x: [&[f32]; R],
+    out: &mut ColumnsMut,
+    at: usize,
+) {
+    let width = C * S::F32_LANES;
+    let n = weights[0].len();
+    let weights = weights.map(|w| &w[..n]);
+    let x: [[S::f32s; C]; R] = x.map(|x| {
+        let (x, _) = S::as_simd_f32s(&x[at..at + width]);
+        std::array::from_fn(|c| x[c])
+    });
+    for j in 0..n {
+        let place = &mut S::as_mut_simd_f32s(&mut out.data[j * out.stride + at..][..width]).0[..C];
+        for c in 0..C {
+            let mut sum = place[c];
+            for r in 0..R {
+                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), x[r][c], sum);
+            }
+            place[c] = sum;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::oracle::random;
+    use crate::simd::{dispatch, dot};
+    use proptest::prelude::*;
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
+
+    fn scores_bits<const R: usize>(q: &Tensor, k: &Tensor, packed: &[f32]) -> Vec<Vec<u32>> {
+        let keys = k.rows();
+        let mut out = vec![vec![0.0; panels(keys) * LANES]; R];
+        let queries = Columns::part(q, 0, 1).block::<R>(0);
+        let outs: &mut [_; R] = (&mut out[..]).try_into().expect("R of them");
+        dispatch!(|s| scores(s, queries, packed, keys, outs.each_mut().map(|o| &mut o[..])));
+        out.iter().map(|o| bits(&o[..keys])).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn a_score_is_a_dot_product(seed: u64, keys in 1usize..40, width in 1usize..70) {
+            let (q, k) = (random(seed, &[4, width]), random(!seed, &[keys, width]));
+            let mut packed = vec![f32::NAN; panels(keys) * LANES * width];
+            pack(Columns::part(&k, 0, 1), keys, &mut packed);
+            let plain: Vec<Vec<u32>> = (0..4)
+                .map(|r| (0..keys).map(|j| dispatch!(|s| dot(s, q.row(r), k.row(j))).to_bits()).collect())
+                .collect();
+            prop_assert_eq!(&scores_bits::<4>(&q, &k, &packed)[..], &plain[..]);
+            prop_assert_eq!(&scores_bits::<1>(&q, &k, &packed)[..], &plain[..1]);
+        }
+
+        /// Both products are chains of fused multiply-adds, written out here, in columns 1.. of wider arrays.
+        #[test]
+        fn sums_run_in_order(seed: u64, n in 0usize..20, width in 1usize..150) {
+            let (w, x) = (random(seed, &[4, n]), random(!seed, &[n.max(4), width + 1]));
+            let start = random(seed ^ 1, &[n.max(4), width + 2]);
+            let weights = Columns::part(&w, 0, 1).block::<4>(0);
+
+            let mut mixed = start.clone();
+            let values = Columns::new(x.data(), width + 1, 1, width);
+            let mut out = ColumnsMut::new(mixed.data_mut(), width + 2, 2, width);
+            dispatch!(|s| mix(s, weights, values, &mut out, 0));
+            let mut plain = start.clone();
+            for (r, weights) in weights.iter().enumerate() {
+                for (j, weight) in weights.iter().enumerate() {
+                    for c in 0..width {
+                        let place = &mut plain.row_mut(r)[2 + c];
+                        *place = weight.mul_add(x.row(j)[1 + c], *place);
+                    }
+                }
+            }
+            prop_assert_eq!(bits(mixed.data()), bits(plain.data()));
+
+            let mut spreaded = start.clone();
+            let mut out = ColumnsMut::new(spreaded.data_mut(), width + 2, 2, width);
+            dispatch!(|s| spread(s, weights, values.block::<4>(0), &mut out));
+            let mut plain = start;
+            for j in 0..n {
+                for (r, weights) in weights.iter().enumerate() {
+                    for c in 0..width {
+                        let place = &mut plain.row_mut(j)[2 + c];
+                        *place = weights[j].mul_add(x.row(r)[1 + c], *place);
+                    }
+                }
+            }
+            prop_assert_eq!(bits(spreaded.data()), bits(plain.data()));
+        }
+    }
+}
