@@ -2,7 +2,9 @@
 //! ([`scores`]), weighted sums of rows ([`mix`]), and their transpose ([`spread`]). They know neither mask nor forest.
 //!
 //! Each product has one order of addition, whatever the number of rows taken together: a score adds over the head's width
-//! as [`simd::dot`] does, bit for bit; a weighted sum takes its rows one after another by fused multiply-add.
+//! as [`simd::dot`](crate::simd::dot) does, bit for bit; a weighted sum takes its rows one after another by fused
+//! multiply-add. Each is a function of its own (not inlined: it is called from many places, and compiled once for each
+//! instruction set and number of rows).
 
 use crate::Tensor;
 use crate::simd::{LANES, Simd};
@@ -139,8 +141,22 @@ pub(crate) fn pack(x: Columns, keys: usize, panels: &mut [f32]) {
 
 /// `out[r][j] = queries[r] · key j` for the first `keys` keys of packed `panels`; what lies after them in `out`, up to a
 /// whole panel, is overwritten with unspecified numbers.
-#[inline(always)]
+#[inline(never)]
 pub(crate) fn scores<S: Simd, const R: usize>(
+    s: S,
+    queries: [&[f32]; R],
+    panels: &[f32],
+    keys: usize,
+    out: [&mut [f32]; R],
+) {
+    s.vectorize(
+        #[inline(always)]
+        || scores_inlined(s, queries, panels, keys, out),
+    );
+}
+
+#[inline(always)]
+fn scores_inlined<S: Simd, const R: usize>(
     s: S,
     queries: [&[f32]; R],
     panels: &[f32],
@@ -178,8 +194,22 @@ pub(crate) fn scores<S: Simd, const R: usize>(
 }
 
 /// `out row (first + r) += Σ_j weights[r][j] · values row j`, j in order.
-#[inline(always)]
+#[inline(never)]
 pub(crate) fn mix<S: Simd, const R: usize>(
+    s: S,
+    weights: [&[f32]; R],
+    values: Columns,
+    out: &mut ColumnsMut,
+    first: usize,
+) {
+    s.vectorize(
+        #[inline(always)]
+        || mix_inlined(s, weights, values, out, first),
+    );
+}
+
+#[inline(always)]
+fn mix_inlined<S: Simd, const R: usize>(
     s: S,
     weights: [&[f32]; R],
     values: Columns,
@@ -247,8 +277,16 @@ fn mix_tile<S: Simd, const R: usize, const C: usize>(
 }
 
 /// `out row j += Σ_r weights[r][j] · x[r]`, r in order, for all j of `weights`.
-#[inline(always)]
+#[inline(never)]
 pub(crate) fn spread<S: Simd, const R: usize>(s: S, weights: [&[f32]; R], x: [&[f32]; R], out: &mut ColumnsMut) {
+    s.vectorize(
+        #[inline(always)]
+        || spread_inlined(s, weights, x, out),
+    );
+}
+
+#[inline(always)]
+fn spread_inlined<S: Simd, const R: usize>(s: S, weights: [&[f32]; R], x: [&[f32]; R], out: &mut ColumnsMut) {
     let mut at = 0;
     while let Some(wide) = next_tile::<S>(out.width - at) {
         match wide {
