@@ -108,6 +108,19 @@ impl<'a> ColumnsMut<'a> {
     }
 }
 
+/// The first `R` runs of `len` floats.
+#[inline(always)]
+pub(crate) fn parts<const R: usize>(x: &[f32], len: usize) -> [&[f32]; R] {
+    std::array::from_fn(|r| &x[r * len..(r + 1) * len])
+}
+
+/// The first `R` runs of `len` floats, for writing.
+#[inline(always)]
+pub(crate) fn parts_mut<const R: usize>(x: &mut [f32], len: usize) -> [&mut [f32]; R] {
+    let mut parts = x.chunks_exact_mut(len);
+    std::array::from_fn(|_| parts.next().expect("room for R parts"))
+}
+
 /// Panels that `keys` keys take.
 #[inline(always)]
 pub(crate) fn panels(keys: usize) -> usize {

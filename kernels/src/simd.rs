@@ -95,7 +95,7 @@ impl<S: Simd> Lanes<S> {
 
     /// Halves the lanes until one is left: lane i takes lane i + half.
     #[inline(always)]
-    fn fold(mut self, s: S, f: impl Fn(S::f32s, S::f32s) -> S::f32s) -> S::f32s {
+    fn fold(mut self, f: impl Fn(S::f32s, S::f32s) -> S::f32s) -> S::f32s {
         let mut half = LANES / S::F32_LANES / 2;
         while half > 0 {
             for i in 0..half {
@@ -120,7 +120,7 @@ pub fn dot<S: Simd>(s: S, x: &[f32], y: &[f32]) -> f32 {
     if !x.is_empty() {
         lanes.merge(s, x, y, step);
     }
-    s.reduce_sum_f32s(lanes.fold(s, |a, b| s.add_f32s(a, b)))
+    s.reduce_sum_f32s(lanes.fold(|a, b| s.add_f32s(a, b)))
 }
 
 /// Σ x.
@@ -135,7 +135,7 @@ pub fn sum<S: Simd>(s: S, x: &[f32]) -> f32 {
     if !x.is_empty() {
         lanes.merge(s, x, x, step);
     }
-    s.reduce_sum_f32s(lanes.fold(s, |a, b| s.add_f32s(a, b)))
+    s.reduce_sum_f32s(lanes.fold(|a, b| s.add_f32s(a, b)))
 }
 
 /// The greatest of `x`, −∞ where it is empty. NaN among others may be passed over.
@@ -146,7 +146,7 @@ pub fn max<S: Simd>(s: S, x: &[f32]) -> f32 {
     for x in xs {
         lanes.merge(s, x, x, |a, _, c| s.max_f32s(a, c));
     }
-    let most = s.reduce_max_f32s(lanes.fold(s, |a, b| s.max_f32s(a, b)));
+    let most = s.reduce_max_f32s(lanes.fold(|a, b| s.max_f32s(a, b)));
     x.iter().fold(most, |most, &x| if x > most { x } else { most })
 }
 

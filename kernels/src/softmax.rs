@@ -6,7 +6,7 @@
 //! the order of every addition is that of the keys. Backward makes the scores again, from q, k and `lse`.
 
 use crate::blocks::Rows;
-use crate::columns::{BLOCK, Columns, ColumnsMut, mix, pack, panels, scores, spread};
+use crate::columns::{BLOCK, Columns, ColumnsMut, mix, pack, panels, parts, parts_mut, scores, spread};
 use crate::forest::Span;
 use crate::simd::{LANES, Simd, dispatch, dot, map, max, sum, update};
 use crate::trees::for_heads;
@@ -142,19 +142,6 @@ fn room(forest: &Forest, tree: &Span, width: usize) -> (usize, usize) {
         deepest = deepest.max(forest.positions()[rows.end - 1] as usize + 1);
     }
     (packed, deepest + LANES + BLOCK)
-}
-
-/// The first `R` runs of `len` floats.
-#[inline(always)]
-fn parts<const R: usize>(x: &[f32], len: usize) -> [&[f32]; R] {
-    std::array::from_fn(|r| &x[r * len..(r + 1) * len])
-}
-
-/// The first `R` runs of `len` floats, for writing.
-#[inline(always)]
-fn parts_mut<const R: usize>(x: &mut [f32], len: usize) -> [&mut [f32]; R] {
-    let mut parts = x.chunks_exact_mut(len);
-    std::array::from_fn(|_| parts.next().expect("room for R parts"))
 }
 
 /// `q · scale` of `R` rows.
