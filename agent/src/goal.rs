@@ -56,6 +56,10 @@ pub struct Metric {
     pub direction: Direction,
     /// Smaller improvements are not worth keeping; above zero, in the metric's unit.
     pub min_effect: f64,
+    /// Held-out items are dealt into so many parts: one for each confirmation in turn, and the last for the closing alone.
+    #[serde(default = "parts")]
+    #[schemars(range(min = 2, max = 100))]
+    pub folds: usize,
 }
 
 /// Another score that may not get worse by more than `max_drop`.
@@ -220,6 +224,10 @@ pub struct Price {
     pub output: f64,
 }
 
+fn parts() -> usize {
+    5
+}
+
 fn openai() -> String {
     "https://api.openai.com/v1".into()
 }
@@ -342,6 +350,9 @@ impl Goal {
                 "`min_effect` must be above zero.",
                 "Name the smallest improvement that is worth keeping.",
             );
+        }
+        if !(2..=100).contains(&self.metric.folds) {
+            return wrong("folds", "`folds` must be from 2 to 100.", "Leave it out for 5.");
         }
         if self.metric.name.split('/').filter(|part| !part.is_empty()).count() != 2 {
             return wrong("name", "`metric.name` must be `task/score`.", "For example `add/pass@1`.");

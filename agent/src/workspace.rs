@@ -79,6 +79,13 @@ impl Workspace {
         Ok(())
     }
 
+    /// A folder in `.hone/` that is gone when the returned handle is.
+    pub(crate) fn scratch(&self) -> Result<tempfile::TempDir> {
+        self.prepare()?;
+        let made = tempfile::Builder::new().prefix("scratch-").tempdir_in(self.root.join(".hone"));
+        made.context(Class::Infrastructure, || "A scratch folder cannot be written".into())
+    }
+
     /// Takes the lock `name` in `.hone/`, or fails at once when another process holds it.
     ///
     /// # Errors
@@ -95,6 +102,14 @@ impl Workspace {
                 Err(Failure::new(Class::Infrastructure, format!("{name} cannot be locked: {e}.")))
             }
         }
+    }
+
+    /// Whether some process holds the lock `name`.
+    ///
+    /// # Errors
+    /// `Infrastructure` when the file cannot be opened.
+    pub fn is_locked(&self, name: &str) -> Result<bool> {
+        Ok(matches!(self.lock_file(name)?.try_lock(), Err(fs::TryLockError::WouldBlock)))
     }
 
     /// Takes the lock `name`, waiting for its holder.

@@ -1,4 +1,8 @@
 //! The loop on a small repository of its own: branches, whole campaigns, the review queue.
 
+mod aborts;
+mod campaign;
+mod fake;
 mod git;
+mod review;
 mod support;

@@ -1,0 +1,455 @@
+//! Whole campaigns: what they decide, what they run, and what they do when something goes wrong.
+
+use crate::support::{Acting, GOAL, Place, RECIPE, Script, Setting, proposal, set, usual_script};
+use hone_agent::admit::Admitting;
+use hone_agent::campaign::{self, End, Options, Request};
+use hone_agent::edit::Edit;
+use hone_agent::judge::Verdict;
+use hone_agent::proposal::{Proposal, Proposed, Proposer};
+use hone_agent::record::{Admission, Ended, Reason};
+use hone_agent::review;
+use hone_agent::status::{self, State};
+use hone_runs::{Class, Failure};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+fn over(reason: &str) -> End {
+    End::Over(Ended { reason: reason.into() })
+}
+
+fn person(goal: &str) -> String {
+    goal.replace("review: {keep: policy, when: better}", "review: {keep: person}")
+}
+
+async fn verdicts(place: &Place) -> Vec<Option<Verdict>> {
+    place.history().await.rounds.values().map(|r| r.ruling.as_ref().map(|r| r.verdict)).collect()
+}
+
+#[tokio::test]
+async fn a_campaign_keeps_what_is_better_and_closes_on_it() {
+    let place = Place::usual();
+    let before = place.belongings();
+    let setting = Setting::default();
+    assert_eq!(setting.drive(&place, &usual_script()).await, Ok(over("rounds")));
+
+    let history = place.history().await;
+    assert_eq!(verdicts(&place).await, [Some(Verdict::Better), Some(Verdict::Worse), Some(Verdict::Better)]);
+    assert_eq!(history.kept, [1, 3]);
+    let branches = place.branches();
+    let third = history.rounds[&3].candidate.as_ref().unwrap();
+    assert_eq!(branches["refs/heads/hone/c1/kept"], third.commit);
+    assert_eq!(branches[&format!("refs/heads/{}", third.branch)], third.commit);
+    assert_eq!(third.parent, history.rounds[&1].candidate.as_ref().unwrap().commit);
+    assert_eq!(branches.len(), 4);
+    assert_eq!(place.belongings(), before);
+
+    // From 0.1 to 0.4: the whole effect, on the part of the held-out items that nothing else used.
+    let closed = history.closed.clone().unwrap();
+    let total = closed.total.unwrap();
+    assert!((total.effect - 0.3).abs() < 0.02, "{total:?}");
+    assert_eq!((closed.subset.fold, total.n), (Some((4, 5)), 4));
+
+    // Each confirmation has its own level, seeds and items; no seed serves two purposes.
+    let confirmations: Vec<_> = history.rounds.values().filter_map(|r| r.screened.as_ref()?.confirmation).collect();
+    assert_eq!(
+        confirmations.iter().map(|c| (c.index, c.subset.fold, c.looks)).collect::<Vec<_>>(),
+        [(1, Some((0, 5)), 1), (2, Some((1, 5)), 1)]
+    );
+    assert!(confirmations[0].alpha > confirmations[1].alpha);
+
+    let seen = setting.fake.seen.lock().unwrap();
+    let trains = || seen.iter().filter(|s| s.argv[1] == "train");
+    let evals = || seen.iter().filter(|s| s.argv[1] == "eval");
+    assert!(evals().all(|s| s.cwd.ends_with("runs/c1/trusted/tree")));
+    assert!(trains().all(|s| {
+        s.cwd.ends_with(format!("{}/tree", s.folder.parent().unwrap().file_name().unwrap().to_str().unwrap()))
+    }));
+    let capped = trains().filter(|s| s.argv.contains(&"compute.flops=1000000".to_string())).count();
+    assert_eq!(capped, trains().count() - 2, "all but the baseline's two");
+    let held_out: BTreeSet<_> = evals()
+        .filter(|s| s.argv.contains(&"held_out".into()))
+        .map(|s| s.folder.parent().unwrap().parent().unwrap())
+        .collect();
+    let dev: BTreeSet<_> = evals()
+        .filter(|s| s.argv.contains(&"dev".into()))
+        .map(|s| s.folder.parent().unwrap().parent().unwrap())
+        .collect();
+    assert!(held_out.is_disjoint(&dev));
+    assert_eq!(setting.fake.trained(), history.cost.runs);
+}
+
+#[tokio::test]
+async fn the_table_and_the_queue_say_what_happened() {
+    let place = Place::usual();
+    Setting::default().drive(&place, &usual_script()).await.unwrap();
+    let overview = status::overview(&place.workspace(), &place.ledger().await, "c1").await.unwrap();
+    assert_eq!((overview.state, overview.reason.as_deref()), (State::Over, Some("rounds")));
+    assert_eq!(overview.baseline.scores.len(), 2);
+    let row = &overview.rounds[0];
+    assert_eq!(
+        (row.round, row.change.as_str(), row.verdict, row.kept),
+        (1, "lr 0.1 → 0.3", Some(Verdict::Better), true)
+    );
+    let effect = row.effect.unwrap();
+    assert!((row.score.unwrap() - row.incumbent.unwrap() - effect.effect).abs() < 1e-9);
+    assert!(effect.interval.unwrap()[0] > 0.0);
+    assert_eq!((row.cost.runs, row.cost.model_tokens), (2 + 2 * effect.n, 10));
+    assert_eq!(
+        overview.queue.iter().map(|i| (i.id.as_str(), i.state, i.open)).collect::<Vec<_>>(),
+        [("c1/r001", review::State::Provisional, true), ("c1/r003", review::State::Provisional, true)]
+    );
+    assert_eq!(overview.confirmations, 2);
+    let detail = review::detail(&place.workspace(), &place.history().await, 1).unwrap();
+    assert!(detail.diff.contains("+lr: 0.3") && detail.diff.contains("-lr: 0.1"));
+    assert_eq!(detail.seeds.len(), 2 + effect.n);
+    assert!(detail.reports.iter().all(|r| place.workspace().runs_path("c1").join(&r.path).exists()));
+    serde_json::to_string(&(overview, detail)).unwrap();
+}
+
+#[tokio::test]
+async fn a_person_decides_alone_where_the_goal_says_so() {
+    let place = Place::with_goal(&person(GOAL));
+    Setting::default().drive(&place, &usual_script()).await.unwrap();
+    let history = place.history().await;
+    assert!(history.kept.is_empty() && history.closed.is_none());
+    assert!(history.rounds.values().all(|r| r.observed.as_ref().unwrap().incumbent == history.baseline()));
+    assert!(!place.branches().contains_key("refs/heads/hone/c1/kept"));
+    let waiting: Vec<_> = review::items(&history).into_iter().map(|i| (i.round, i.state)).collect();
+    assert_eq!(waiting, [(1, review::State::Waiting), (3, review::State::Waiting)]);
+}
+
+#[tokio::test]
+async fn the_number_of_slots_changes_no_verdict() {
+    let mut rulings = Vec::new();
+    for parallel in [1, 3] {
+        let place = Place::with_goal(&GOAL.replace("parallel: 2", &format!("parallel: {parallel}")));
+        Setting::default().drive(&place, &usual_script()).await.unwrap();
+        let history = place.history().await;
+        rulings.push(history.rounds.values().map(|r| r.ruling.clone()).collect::<Vec<_>>());
+    }
+    assert_eq!(rulings[0], rulings[1]);
+}
+
+#[tokio::test]
+async fn a_candidate_that_fails_has_its_class_and_the_campaign_goes_on() {
+    let modes = [
+        ("diverge", Verdict::Invalid),
+        ("nan", Verdict::Invalid),
+        ("slow", Verdict::Incomplete),
+        ("large", Verdict::Incomplete),
+        ("crash", Verdict::Invalid),
+        ("silent", Verdict::Invalid),
+        ("tamper", Verdict::Invalid),
+    ];
+    let place = Place::with_goal(&GOAL.replace("rounds: 3", "rounds: 8"));
+    let script = Script::of(move |seen| match modes.get(seen.round as usize - 1) {
+        Some((mode, _)) => {
+            let edit = |key: &str, value| Edit::Set { file: "recipe/recipe.yaml".into(), key: key.into(), value };
+            Ok(proposal(mode, vec![edit("mode", json!(mode)), edit("lr", json!(0.3))]))
+        }
+        None => Ok(set("lr", json!(0.3))),
+    });
+    assert_eq!(Setting::default().drive(&place, &script).await, Ok(over("rounds")));
+    let expected: Vec<_> = modes.iter().map(|m| Some(m.1)).chain([Some(Verdict::Better)]).collect();
+    assert_eq!(verdicts(&place).await, expected);
+    let history = place.history().await;
+    assert_eq!(history.kept, [8]);
+    let reason = |round: u32| history.rounds[&round].ruling.as_ref().unwrap().reason.clone();
+    assert!(reason(1).contains("diverged"), "{}", reason(1));
+    assert!(reason(3).contains("limit of time"), "{}", reason(3));
+    assert!(reason(7).contains("evals/add.yaml"), "{}", reason(7));
+    assert_eq!(review::items(&history).len(), 1);
+}
+
+#[tokio::test]
+async fn later_proposals_see_what_earlier_ones_came_to() {
+    let place = Place::usual();
+    let script = Script::of(|seen| {
+        match seen.round {
+            1 => assert!(seen.history.is_empty()),
+            2 => {
+                let past = &seen.history[0];
+                assert_eq!((past.verdict, past.changes.len()), (Some(Verdict::Invalid), 1));
+                assert!(seen.failed_run.as_ref().unwrap().contains("loss is NaN"), "{:?}", seen.failed_run);
+            }
+            _ => assert_eq!(seen.history[1].refusal.as_deref(), Some("Only seeds would differ.")),
+        }
+        assert_eq!(seen.files["recipe/recipe.yaml"], RECIPE);
+        assert_eq!((seen.incumbent.scores.len(), seen.files.len(), seen.rounds_left), (2, 1, 4 - seen.round));
+        Ok(set(
+            ["mode", "seed", "lr"][seen.round as usize - 1],
+            [json!("diverge"), json!(5), json!(0.05)][seen.round as usize - 1].clone(),
+        ))
+    });
+    assert_eq!(Setting::default().drive(&place, &script).await, Ok(over("rounds")));
+    let history = place.history().await;
+    assert_eq!(history.rounds[&2].cost.runs, 0);
+    assert!(history.rounds[&2].candidate.is_none());
+}
+
+#[tokio::test]
+async fn refusals_name_their_reason() {
+    let place = Place::usual();
+    std::os::unix::fs::symlink("/etc", place.root().join("recipe/link")).unwrap();
+    place.commit("A link");
+    let campaign = Setting::default().campaign(&place).await.unwrap();
+    let history = campaign.history();
+    let workspace = place.workspace();
+    let scope = campaign.goal().scope("goal.yaml", &[]).unwrap();
+    let check = |tree: &std::path::Path, _: &str| {
+        assert!(tree.join("goal.yaml").exists());
+        let recipe = std::fs::read_to_string(tree.join("recipe/recipe.yaml")).unwrap();
+        match recipe.contains("lr: 1000") {
+            true => Err(Failure::new(Class::Usage, "`lr` is too large.")),
+            false => Ok(Default::default()),
+        }
+    };
+    let parent = history.head.subject.commit.clone();
+    let admitting =
+        Admitting { workspace: &workspace, history: &history, scope: &scope, parent: &parent, check_recipe: &check };
+    let write =
+        |file: &str, content: &str| proposal("t", vec![Edit::Write { file: file.into(), content: content.into() }]);
+    let cases: Vec<(Proposal, Reason)> = vec![
+        (write("evals/add.yaml", "x"), Reason::Scope),
+        (write("../x", "x"), Reason::Scope),
+        (write("/etc/passwd", "x"), Reason::Scope),
+        (write(".git/config", "x"), Reason::Scope),
+        (write("recipe/.git/config", "x"), Reason::Scope),
+        (write("recipe/link/x", "x"), Reason::Scope),
+        (write("recipe/link", "x"), Reason::Scope),
+        (write("recipe/recipe.yaml/x", "x"), Reason::Scope),
+        (write("recipe/RECIPE.yaml", "x"), Reason::Scope),
+        (write("recipe/big.txt", &"x".repeat(1 << 20)), Reason::Size),
+        (write("recipe/recipe.yaml", RECIPE), Reason::Edits),
+        (write("recipe/recipe.yaml", "lr: ["), Reason::Edits),
+        (write("recipe/recipe.yaml", &format!("# remark\n{RECIPE}")), Reason::NoChange),
+        (set("seed", json!(3)), Reason::SeedOnly),
+        (set("compute.tokens", json!(9)), Reason::Compute),
+        (set("lr", json!(1000)), Reason::Recipe),
+        (proposal("t", Vec::new()), Reason::NoChange),
+        (Proposal { hypothesis: " ".into(), ..set("lr", json!(1)) }, Reason::Incomplete),
+        (Proposal { predicted_effect: f64::NAN, ..set("lr", json!(1)) }, Reason::Incomplete),
+    ];
+    for (proposal, reason) in cases {
+        match admitting.admit(&proposal).unwrap() {
+            Admission::Refused(refusal) => assert_eq!(refusal.reason, reason, "{proposal:?}: {}", refusal.message),
+            Admission::Admitted(_) => panic!("{proposal:?} was admitted"),
+        }
+    }
+    match admitting.admit(&set("lr", json!(0.2))).unwrap() {
+        Admission::Admitted(admitted) => assert_eq!(admitted.changes.len(), 1),
+        refused => panic!("{refused:?}"),
+    }
+}
+
+#[tokio::test]
+async fn what_was_tried_is_not_tried_again_unless_something_is_different() {
+    let place = Place::usual();
+    let script = Script::of(|seen| {
+        let differs = (seen.round == 3).then(|| "longer warm-up elsewhere".to_string());
+        Ok(Proposal { differs, ..set("lr", json!(0.11)) })
+    });
+    Setting::default().drive(&place, &script).await.unwrap();
+    let history = place.history().await;
+    let reason = |n: u32| match history.rounds[&n].admission.as_ref().unwrap() {
+        Admission::Refused(refusal) => Some(refusal.reason),
+        Admission::Admitted(_) => None,
+    };
+    assert_eq!([reason(1), reason(2), reason(3)], [None, Some(Reason::Repeat), None]);
+    assert_eq!(history.rounds[&3].ruling.as_ref().unwrap().flags, ["repeats round 1"]);
+}
+
+#[tokio::test]
+async fn trouble_of_the_machine_costs_no_round() {
+    let place = Place::usual();
+    let setting = Setting::default();
+    *setting.fake.flaky.lock().unwrap() = 2;
+    let script = Script::of(|_| {
+        let edit = |key: &str, value| Edit::Set { file: "recipe/recipe.yaml".into(), key: key.into(), value };
+        Ok(proposal("flaky", vec![edit("mode", json!("flaky")), edit("lr", json!(0.3))]))
+    });
+    // Both screening runs fail once: tried again at once.
+    let mut goal_rounds = setting.clone();
+    goal_rounds.options = Options { rounds: Some(1), seed: 0 };
+    assert_eq!(goal_rounds.drive(&place, &script).await, Ok(over("rounds")));
+    assert_eq!(verdicts(&place).await, [Some(Verdict::Better)]);
+
+    // Failing again and again pauses, and going on later finishes the same round.
+    let place = Place::usual();
+    *goal_rounds.fake.flaky.lock().unwrap() = 100;
+    let failure = goal_rounds.drive(&place, &script).await.unwrap_err();
+    assert_eq!(failure.class, Class::Infrastructure);
+    let overview = status::overview(&place.workspace(), &place.ledger().await, "c1").await.unwrap();
+    assert_eq!((overview.state, overview.rounds.len()), (State::Paused, 1));
+    assert_eq!(overview.failure, Some(failure));
+    *goal_rounds.fake.flaky.lock().unwrap() = 0;
+    assert_eq!(goal_rounds.drive(&place, &script).await, Ok(over("rounds")));
+    assert_eq!(verdicts(&place).await, [Some(Verdict::Better)]);
+}
+
+#[tokio::test]
+async fn an_unreachable_proposer_pauses_and_spends_nothing() {
+    let place = Place::usual();
+    let down = Script(Arc::new(|_| {
+        Err(Failure::new(Class::Infrastructure, "The endpoint does not answer.").hint("Start it."))
+    }));
+    let failure = Setting::default().drive(&place, &down).await.unwrap_err();
+    assert_eq!((failure.class, failure.hint.as_deref()), (Class::Infrastructure, Some("Start it.")));
+    assert!(place.history().await.rounds[&1].proposed.is_none());
+    assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("rounds")));
+    assert_eq!(place.history().await.kept, [1, 3]);
+}
+
+#[tokio::test]
+async fn rounds_without_a_candidate_pause_after_a_while() {
+    let place = Place::with_goal(&GOAL.replace("rounds: 3", "rounds: 7"));
+    let lost = Script::of(|_| Err(Failure::new(Class::Agent, "Only prose.")));
+    let failure = Setting::default().drive(&place, &lost).await.unwrap_err();
+    assert_eq!(failure.class, Class::Agent);
+    assert!(failure.message.contains("Only prose."), "{failure}");
+    assert_eq!(place.history().await.rounds.len(), 5);
+    assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("rounds")));
+    let history = place.history().await;
+    assert_eq!((history.rounds.len(), history.kept.clone()), (7, vec![6]));
+}
+
+#[tokio::test]
+async fn a_gain_that_breaks_a_floor_is_worse() {
+    let floors = "floors: [{suite: evals/add.yaml, name: add/accuracy, max_drop: 0.005}]\n";
+    let place = Place::with_goal(&format!("{GOAL}{floors}").replace("rounds: 3", "rounds: 1"));
+    Setting::default().drive(&place, &usual_script()).await.unwrap();
+    let history = place.history().await;
+    let ruling = history.rounds[&1].ruling.as_ref().unwrap();
+    assert_eq!(ruling.verdict, Verdict::Worse);
+    assert!(ruling.reason.contains("add/accuracy fell by more"), "{}", ruling.reason);
+    assert!(ruling.confirmation.unwrap().effect > 0.1);
+    assert!(review::items(&history).is_empty());
+}
+
+#[tokio::test]
+async fn a_request_pauses_or_stops_at_the_next_step() {
+    for (wanted, rounds_made) in [(Request::Pause, 1), (Request::Stop, 2)] {
+        let place = Place::usual();
+        let (workspace, ledger) = (place.workspace(), place.ledger().await);
+        let acting = Acting {
+            script: usual_script(),
+            round: 2,
+            action: move || {
+                let (workspace, ledger) = (workspace.clone(), ledger.clone());
+                async move { campaign::request(&workspace, &ledger, "c1", wanted).await.unwrap() }
+            },
+        };
+        let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(acting)];
+        let end = Setting::default().campaign(&place).await.unwrap().run(&proposers).await;
+        let history = place.history().await;
+        let made = history.rounds.values().filter(|r| r.learned.is_some()).count();
+        assert_eq!(made, rounds_made, "{wanted:?}");
+        match wanted {
+            Request::Pause => {
+                assert_eq!(end, Ok(End::Paused));
+                let overview = status::overview(&place.workspace(), &place.ledger().await, "c1").await.unwrap();
+                assert_eq!(overview.state, State::Paused);
+                assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("rounds")));
+                assert_eq!(place.history().await.kept, [1, 3]);
+            }
+            Request::Stop => {
+                assert_eq!(end, Ok(over("stopped")));
+                assert_eq!(verdicts(&place).await, [Some(Verdict::Better), Some(Verdict::Incomplete)]);
+                assert!(
+                    campaign::request(&place.workspace(), &place.ledger().await, "c1", Request::Pause).await.is_err()
+                );
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_budget_ends_a_campaign_between_rounds() {
+    let place = Place::with_goal(&GOAL.replace("rounds: 3", "rounds: 3, tokens: 15"));
+    assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("tokens")));
+    let history = place.history().await;
+    assert_eq!((history.rounds.len(), history.cost.model_tokens), (2, 20));
+    assert!(history.closed.is_some(), "what was kept is still measured");
+}
+
+#[tokio::test]
+async fn a_campaign_refuses_what_it_could_not_see_or_use() {
+    let start = |place: Place| async move {
+        let failure = Setting::default().campaign(&place).await.err().unwrap();
+        assert!(place.ledger().await.campaigns().await.unwrap().is_empty());
+        failure
+    };
+    let place = Place::usual();
+    place.write("recipe/recipe.yaml", "lr: 0.2\n");
+    let failure = start(place).await;
+    assert!(failure.message.contains("recipe/recipe.yaml differs"), "{failure}");
+    let failure = start(Place::with_goal(&GOAL.replace("add/pass@1", "add/pass@2"))).await;
+    assert_eq!(failure.class, Class::Usage);
+    assert!(failure.to_string().contains("add/pass@1"), "{failure}");
+    let failure = start(Place::with_goal(&GOAL.replace("evals/add.yaml", "evals/none.yaml"))).await;
+    assert!(failure.message.contains("evals/none.yaml"), "{failure}");
+    let failure = start(Place::with_goal(&GOAL.replace("min_effect: 0.03", "min_effect: 0.03, folds: 60"))).await;
+    assert!(failure.at.unwrap().contains("held_out"));
+}
+
+#[tokio::test]
+async fn a_baseline_without_a_score_is_said_at_once() {
+    let place = Place::usual();
+    place.write("recipe/recipe.yaml", &RECIPE.replace("mode: plain", "mode: diverge"));
+    place.commit("Broken");
+    let failure = Setting::default().drive(&place, &usual_script()).await.unwrap_err();
+    assert_eq!(failure.class, Class::Candidate);
+    assert!(failure.hint.unwrap().contains("stderr.log"));
+}
+
+#[tokio::test]
+async fn a_report_of_another_checkpoint_is_an_integrity_violation() {
+    let place = Place::usual();
+    let failure = Setting::default().drive(&place, &Script::sets(&[("mode", json!("forged"))])).await.unwrap_err();
+    assert_eq!(failure.class, Class::Integrity);
+    assert!(failure.message.contains("another checkpoint"), "{failure}");
+}
+
+#[tokio::test]
+async fn one_driver_at_a_time() {
+    let place = Place::usual();
+    let campaign = Setting::default().campaign(&place).await.unwrap();
+    assert_eq!(Setting::default().campaign(&place).await.err().unwrap().class, Class::Usage);
+    assert_eq!(status::overview(&place.workspace(), &place.ledger().await, "c1").await.unwrap().state, State::Running);
+    drop(campaign);
+    Setting::default().campaign(&place).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_moved_branch_is_never_overwritten() {
+    let place = Place::usual();
+    let workspace = place.workspace();
+    let repository = git2::Repository::open(workspace.root()).unwrap();
+    let head = repository.head().unwrap().target().unwrap();
+    repository.reference("refs/heads/hone/c1/r001-set-lr-to-0-3", head, false, "mine").unwrap();
+    let failure = Setting::default().drive(&place, &usual_script()).await.unwrap_err();
+    assert_eq!(failure.class, Class::Integrity);
+    assert!(failure.message.contains("r001-set-lr-to-0-3"), "{failure}");
+}
+
+#[tokio::test]
+async fn proposers_take_turns() {
+    let place = Place::usual();
+    let named = |source: &'static str| -> Arc<dyn Proposer> {
+        Arc::new(Script::of(move |seen| {
+            Ok(Proposal { source: source.into(), ..set("lr", json!(0.1 + 0.001 * f64::from(seen.round))) })
+        }))
+    };
+    Setting::default().campaign(&place).await.unwrap().run(&[named("a"), named("b")]).await.unwrap();
+    let history = place.history().await;
+    let sources: Vec<String> = history
+        .rounds
+        .values()
+        .map(|r| match r.proposed.as_ref().unwrap() {
+            Proposed { answer: Ok(proposal), .. } => proposal.source.clone(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(sources, ["a", "b", "a"]);
+}
