@@ -8,6 +8,7 @@ pub mod meter;
 pub mod model;
 pub mod remote;
 pub mod scorer;
+mod split;
 pub mod stats;
 pub mod suite;
 pub mod task;

@@ -193,15 +193,12 @@ impl Meter {
             state.reserved_tokens += tokens;
             state.reserved_usd += call.usd.unwrap_or(0.0);
         }
-        let reservation = Reservation { meter: Arc::clone(self), price, call: Some(call) };
         // Should recording fail, the call does not start and costs nothing.
-        if let Some(call) = &reservation.call {
-            if let Err(failure) = (self.record)(call) {
-                reservation.forget();
-                return Err(failure);
-            }
+        if let Err(failure) = (self.record)(&call) {
+            drop(self.release(call.usage, call.usd));
+            return Err(failure);
         }
-        Ok(reservation)
+        Ok(Reservation { meter: Arc::clone(self), price, call: Some(call) })
     }
 
     /// Takes a call's reservation back.
@@ -261,13 +258,6 @@ impl Reservation {
         drop(state);
         (call.outcome, call.reply, call.error) = (ending.outcome, ending.reply, ending.error);
         (self.meter.record)(&call)
-    }
-
-    /// Ends a call that never started.
-    fn forget(mut self) {
-        if let Some(call) = self.call.take() {
-            drop(self.meter.release(call.usage, call.usd));
-        }
     }
 }
 

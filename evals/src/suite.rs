@@ -3,13 +3,15 @@
 
 use crate::model::Sampling;
 use crate::scorer::{Scorer, Scoring};
-use crate::task::{JsonLines, NATIVE_TASKS, Problem, Task, TaskSpec, digest, point};
+pub use crate::split::{Split, Splits, Subset};
+use crate::stats;
+use crate::task::{JsonLines, NATIVE_TASKS, Problem, Task, TaskSpec, digest, rank};
 use handlebars::Handlebars;
 use hone_runs::{Class, Failure, Result, config};
 use rand_chacha::ChaCha8Rng;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use std::{fmt, path::Path};
+use std::path::Path;
 
 /// Items of a native task where a suite does not say how many.
 const NATIVE_ITEMS: usize = 400;
@@ -84,94 +86,6 @@ pub struct Data {
 pub enum Template {
     /// As a user's message, in the model's own chat template.
     Chat,
-}
-
-/// The shares of a task's items, which make 1 together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Splits {
-    /// For training. Files only: native tasks have train problems of their own.
-    pub train: f64,
-    /// For screening, looked at as often as one likes.
-    pub dev: f64,
-    /// For confirmation alone.
-    pub held_out: f64,
-}
-
-/// What an item may be used for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
-#[serde(rename_all = "snake_case")]
-pub enum Split {
-    /// Training.
-    Train,
-    /// Screening.
-    Dev,
-    /// Confirmation.
-    HeldOut,
-}
-
-impl fmt::Display for Split {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Split::Train => "train",
-            Split::Dev => "dev",
-            Split::HeldOut => "held_out",
-        })
-    }
-}
-
-impl Splits {
-    /// The split of the item with this id: a matter of the id alone, whatever other items there are.
-    pub fn of(&self, id: &str) -> Split {
-        let point = point("split", id);
-        if point < self.train {
-            Split::Train
-        } else if point < self.train + self.dev {
-            Split::Dev
-        } else {
-            Split::HeldOut
-        }
-    }
-
-    fn check(&self) -> Result<()> {
-        let shares = [self.train, self.dev, self.held_out];
-        if shares.iter().all(|share| (0.0..=1.0).contains(share)) && (shares.iter().sum::<f64>() - 1.0).abs() < 1e-9 {
-            return Ok(());
-        }
-        Err(usage("The splits do not make 1 together.")
-            .hint("for example `splits: {train: 0.8, dev: 0.1, held_out: 0.1}`"))
-    }
-}
-
-/// Part of a suite's items.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Subset {
-    /// Dev or held-out.
-    pub split: Split,
-    /// The i-th of F disjoint parts of the split (i from 0), of equal size to within an item: so that each confirmation can use items
-    /// that no earlier decision saw.
-    pub fold: Option<(usize, usize)>,
-}
-
-impl Subset {
-    /// All dev items.
-    pub const DEV: Self = Self { split: Split::Dev, fold: None };
-    /// All held-out items.
-    pub const HELD_OUT: Self = Self { split: Split::HeldOut, fold: None };
-
-    /// The `i`-th of `of` disjoint parts of the held-out items.
-    pub fn held_out_fold(i: usize, of: usize) -> Self {
-        Self { split: Split::HeldOut, fold: Some((i, of)) }
-    }
-}
-
-impl fmt::Display for Subset {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.fold {
-            None => write!(f, "{}", self.split),
-            Some((i, of)) => write!(f, "{} {}/{of}", self.split, i + 1),
-        }
-    }
 }
 
 /// A suite with its items.
@@ -263,6 +177,28 @@ impl Suite {
         })
     }
 
+    /// The smallest change of `metric` that `replicates` pairs of runs over the items of `subset` can show, at a two-sided `alpha` with
+    /// probability `power`, at the worst rate of one half. Only the items' own noise is in it; that between training seeds comes on top,
+    /// so an effect below this cannot be seen however alike the seeds are. None for losses, whose spread no rule bounds.
+    ///
+    /// # Errors
+    /// [`Class::Usage`] where there is no such metric, or the subset has too few items.
+    pub fn detectable(
+        &self,
+        metric: &str,
+        subset: &Subset,
+        replicates: usize,
+        alpha: f64,
+        power: f64,
+    ) -> Result<Option<f64>> {
+        let task = self.task_of(metric)?;
+        if task.is_likelihood() {
+            return Ok(None);
+        }
+        let n = task.items(subset)?.len() * replicates.max(1);
+        stats::detectable_proportion(0.5, n, alpha, power).map(Some)
+    }
+
     /// The train side of the task `name`, or of the only task.
     pub(crate) fn into_training(self, name: Option<&str>) -> Result<Box<dyn Task>> {
         let names = self.tasks.iter().map(|task| task.entry.name.clone()).collect::<Vec<_>>().join(", ");
@@ -335,7 +271,7 @@ impl SuiteTask {
         for (split, share, items) in
             [(Split::Dev, splits.dev, &mut self.dev), (Split::HeldOut, splits.held_out, &mut self.held_out)]
         {
-            items.sort_by(|a, b| point("fold", &a.id).total_cmp(&point("fold", &b.id)));
+            items.sort_by_cached_key(|item| rank("fold", &item.id));
             if share > 0.0 && items.len() < 2 {
                 return Err(usage(format!(
                     "The {split} split has {} items, from which no error can be told.",
@@ -580,6 +516,9 @@ mod tests {
         let item = &dev[0];
         assert_eq!(task.prompt(item).unwrap(), item.prompt);
         assert_eq!((task.score(item, &item.answer), task.score(item, "x")), (1.0, 0.0));
+        let n = dev.len() as f64;
+        let smallest = suite.detectable("add/pass@1", &Subset::DEV, 3, 0.05, 0.8).unwrap().unwrap();
+        assert!((smallest - 2.8016 * (0.5 / (3.0 * n)).sqrt()).abs() < 1e-4);
         let failure = suite.task_of("add/pass@2").err().unwrap();
         assert!(failure.hint.unwrap().contains("add/pass@1"));
     }
@@ -706,6 +645,7 @@ mod tests {
         )
         .unwrap();
         assert_eq!(suite.metrics(), ["prose/loss", "prose/bits_per_byte"]);
+        assert_eq!(suite.detectable("prose/loss", &Subset::DEV, 3, 0.05, 0.8).unwrap(), None);
         let failure = Suite::parse(
             dir.path(),
             "s.yaml",

@@ -183,13 +183,18 @@ pub(crate) fn digest(parts: &[&str]) -> String {
     hex::encode(hash.finalize())
 }
 
-/// Where `key` falls in [0, 1) for `purpose`: uniform over keys, the same on every machine, independent between purposes.
-pub(crate) fn point(purpose: &str, key: &str) -> f64 {
+/// Where `key` stands in a random order of all keys for `purpose`: the same on every machine, independent between purposes.
+pub(crate) fn rank(purpose: &str, key: &str) -> u64 {
     let mut hash = Sha256::new();
     hash.update(purpose);
     hash.update([0]);
     hash.update(key);
     let first: [u8; 8] = hash.finalize()[..8].try_into().expect("a SHA-256 has 32 bytes");
+    u64::from_be_bytes(first)
+}
+
+/// Where `key` falls in [0, 1) for `purpose`: [`rank`], uniform over keys.
+pub(crate) fn point(purpose: &str, key: &str) -> f64 {
     // The top 53 bits are all that an f64 in [0, 1) holds evenly.
-    (u64::from_be_bytes(first) >> 11) as f64 / (1u64 << 53) as f64
+    (rank(purpose, key) >> 11) as f64 / (1u64 << 53) as f64
 }

@@ -10,7 +10,7 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use serde_json::{Map, Value, json};
 
-/// Numbers lie in 1..=NUMBER_MAX and targets in 1..=TARGET_MAX: small enough for a model of a few thousand parameters to learn.
+/// Numbers lie in 1..=NUMBER_MAX and targets in 1..=TARGET_MAX: small enough for a tiny model to learn.
 const NUMBER_MAX: i64 = 9;
 const TARGET_MAX: i64 = 99;
 

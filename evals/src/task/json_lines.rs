@@ -1,6 +1,6 @@
 //! Questions and answers from a JSON Lines file. Which of them may be trained on is said by the suite that names the file.
 
-use super::{Problem, Task, digest, point};
+use super::{Problem, Task, digest, rank};
 use crate::suite::{Split, Splits};
 use hone_runs::{Class, Failure, Result};
 use rand::RngExt;
@@ -44,7 +44,7 @@ impl JsonLines {
                 .hint("give a file with one JSON object a line"));
         }
         for side in [&mut train, &mut evaluation] {
-            side.sort_by(|a, b| point("order", &a.id).total_cmp(&point("order", &b.id)));
+            side.sort_by_cached_key(|problem| rank("order", &problem.id));
         }
         let hash = digest(&["json-lines", &sha256.to_ascii_lowercase(), question, answer]);
         Ok(Self { file: file.to_string(), train, evaluation, hash })

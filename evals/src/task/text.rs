@@ -1,7 +1,7 @@
 //! Plain text: predict the next token of any UTF-8 file. The first part of the file is trained on and the last evaluated, so the two
 //! are disjoint in place; a text that repeats itself may still hold the same words in both.
 
-use super::{EVALUATION_SHARE, Problem, Task, digest, point};
+use super::{EVALUATION_SHARE, Problem, Task, digest, rank};
 use hone_runs::{Class, Failure, Result};
 use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
@@ -73,7 +73,7 @@ impl Task for Text {
             }
             rest = tail;
         }
-        passages.sort_by(|a, b| point("order", &a.id).total_cmp(&point("order", &b.id)));
+        passages.sort_by_cached_key(|passage| rank("order", &passage.id));
         passages.truncate(n);
         Ok(passages)
     }

@@ -4,6 +4,7 @@ use super::*;
 use crate::evaluate::evaluate;
 use crate::mask::MASK;
 use crate::meter::{Budget, Spend};
+use crate::model::{LanguageModel, Sampling};
 use crate::suite::{Subset, Suite};
 use wiremock::matchers::{body_partial_json, header, method, path};
 use wiremock::{Mock, MockServer, Request as Received, ResponseTemplate};
