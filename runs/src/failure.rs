@@ -101,12 +101,40 @@ impl std::error::Error for Failure {}
 
 /// Adds a class and a message to errors from below, keeping their own text.
 pub trait Context<T> {
-    /// Fails with `message`, a colon and the error's own text.
+    /// Fails with `message`, a colon, the error's own text and a period.
     fn context(self, class: Class, message: impl FnOnce() -> String) -> Result<T>;
 }
 
 impl<T, E: fmt::Display> Context<T> for std::result::Result<T, E> {
     fn context(self, class: Class, message: impl FnOnce() -> String) -> Result<T> {
-        self.map_err(|e| Failure::new(class, format!("{}: {e}", message())))
+        self.map_err(|e| Failure::new(class, format!("{}: {}.", message(), e.to_string().trim_end_matches('.'))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exit_codes_are_the_published_ones_and_read_back() {
+        let published = [(3, Class::Budget), (4, Class::Integrity), (5, Class::Candidate), (6, Class::Infrastructure)];
+        for (code, class) in published.into_iter().chain([(130, Class::Interrupted), (143, Class::Terminated)]) {
+            assert_eq!((class.exit_code(), Class::of_run(code.into())), (code, class));
+        }
+        assert_eq!(
+            (Class::Usage.exit_code(), Class::of_run(2), Class::of_run(101)),
+            (2, Class::Candidate, Class::Candidate)
+        );
+    }
+
+    #[test]
+    fn a_failure_reads_place_message_hint() {
+        let failure = Failure::new(Class::Usage, "Unknown key `a`.").hint("did you mean `b`?").at("goal.yaml:3:1");
+        assert_eq!(failure.to_string(), "goal.yaml:3:1: Unknown key `a`.\n\nhint: did you mean `b`?");
+        let error: std::result::Result<(), _> = Err("disk full");
+        assert_eq!(
+            error.context(Class::Other, || "Cannot write".into()).unwrap_err().message,
+            "Cannot write: disk full"
+        );
     }
 }
