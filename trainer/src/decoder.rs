@@ -68,12 +68,6 @@ pub struct Pass<'a> {
     pub recompute: bool,
 }
 
-/// How many rows a row of `forest` sees on average, itself in: what the FLOPs formula asks.
-pub fn mean_visible(forest: &Forest) -> f64 {
-    let seen: u64 = forest.positions().iter().map(|&p| u64::from(p) + 1).sum();
-    seen as f64 / forest.rows().max(1) as f64
-}
-
 impl Workspace {
     /// Expert ids that the last forward pass took: `[T, k]` a layer, empty where the feed-forward is dense.
     pub fn routes(&self) -> &[Vec<u32>] {
@@ -101,43 +95,6 @@ impl Decoder {
     pub(crate) fn from_parts(config: ModelConfig, weights: Weights, buffers: Weights) -> Self {
         let index = Index::new(&config, &weights, &buffers);
         Self { config, weights, buffers, index }
-    }
-
-    /// Share of the choices that each expert got in the last pass over `forest`, rows weighed by their uses: `[E]` a MoE layer,
-    /// each summing to 1.
-    pub fn expert_load(&self, forest: &Forest, ws: &Workspace) -> Vec<Vec<f32>> {
-        let k = self.config.experts_per_token;
-        let share = |routes: &Vec<u32>| {
-            let mut counts = vec![0u64; self.config.experts];
-            for (row, experts) in routes.chunks_exact(k).enumerate() {
-                experts.iter().for_each(|&e| counts[e as usize] += u64::from(forest.uses(row)));
-            }
-            let total = counts.iter().sum::<u64>().max(1) as f64;
-            counts.into_iter().map(|n| (n as f64 / total) as f32).collect()
-        };
-        ws.routes.iter().map(share).collect()
-    }
-
-    /// Moves the selection bias of each sigmoid router by `rate`, up for experts that `load` shows under the mean and down for
-    /// those over it (Wang et al., arXiv:2408.15664), and recentres it on 0. How MiniMax-M2 updates its own is not public.
-    /// Does nothing where there is no bias.
-    pub fn balance_bias(&mut self, load: &[Vec<f32>], rate: f32) {
-        for (layer, load) in self.index.layers.iter().zip(load) {
-            let Some(bias) = layer.feed.bias else { continue };
-            let bias = self.buffers.at_mut(bias).data_mut();
-            let mean = 1.0 / bias.len() as f32;
-            for (b, &load) in bias.iter_mut().zip(load) {
-                *b += if load < mean {
-                    rate
-                } else if load > mean {
-                    -rate
-                } else {
-                    0.0
-                };
-            }
-            let centre = bias.iter().sum::<f32>() / bias.len() as f32;
-            bias.iter_mut().for_each(|b| *b -= centre);
-        }
     }
 
     fn layer(&self, number: usize) -> Layer<'_> {

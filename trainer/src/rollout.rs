@@ -11,7 +11,6 @@ use rand::RngExt;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use crate::config::ModelConfig;
 use crate::decoder::{Decoder, Keep, Workspace};
 use crate::layer::{Mixing, OverForest};
 
@@ -115,21 +114,6 @@ pub fn generate_keyed(
     }
     let taken = |s: Option<Sample>| s.expect("every sequence admitted has finished");
     done.into_iter().map(|samples| samples.into_iter().map(taken).collect()).collect()
-}
-
-/// Floating-point operations of a [`generate`]: equal prompts are prefilled once, and a sample's last token is not fed.
-pub fn flops(config: &ModelConfig, prompts: &[Vec<u32>], samples: &[Vec<Sample>]) -> f64 {
-    let mut unique: Vec<&Vec<u32>> = prompts.iter().collect();
-    unique.sort();
-    unique.dedup();
-    let prefill: f64 = unique.iter().map(|p| config.forward_flops(p.len() as u64, (p.len() as f64 + 1.0) / 2.0)).sum();
-    let decode: f64 = prompts
-        .iter()
-        .zip(samples)
-        .flat_map(|(p, group)| group.iter().map(move |s| (p.len(), s.tokens.len().saturating_sub(1))))
-        .map(|(prompt, fed)| config.forward_flops(fed as u64, prompt as f64 + (fed as f64 + 1.0) / 2.0))
-        .sum();
-    prefill + decode
 }
 
 /// What one layer remembers of the rows before.

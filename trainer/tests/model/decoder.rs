@@ -301,26 +301,3 @@ fn rows_that_are_free_choose_for_themselves() {
         assert_ne!(ws.hidden().row(0), hidden.row(0));
     });
 }
-
-#[test]
-fn a_selection_bias_moves_toward_balance() {
-    let mut decoder = decoder(other(), 25);
-    let forest = forest(26);
-    let mut ws = Workspace::default();
-    let mut load = |decoder: &Decoder| {
-        pool(1).run(|| decoder.forward(&forest, &Pass::default(), &mut ws));
-        decoder.expert_load(&forest, &ws)
-    };
-    let worst = |load: &[Vec<f32>]| load.iter().flatten().fold(0f32, |worst, &l| worst.max(l));
-    let before = load(&decoder);
-    assert!(before.iter().all(|l| (l.iter().sum::<f32>() - 1.0).abs() < 1e-6));
-    for _ in 0..200 {
-        let load = load(&decoder);
-        decoder.balance_bias(&load, 0.01);
-    }
-    let after = load(&decoder);
-    assert!(worst(&after) < worst(&before), "{before:?} became {after:?}");
-    for (name, bias) in decoder.buffers.iter() {
-        assert!(bias.data().iter().sum::<f32>().abs() < 1e-4, "{name} is centred");
-    }
-}
