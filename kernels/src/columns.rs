@@ -7,7 +7,7 @@
 //! instruction set and number of rows).
 
 use crate::Tensor;
-use crate::simd::{LANES, Simd};
+use crate::simd::{LANES, Simd, vectorized};
 
 /// Rows that are worth taking together: they share the loads of keys and values.
 pub(crate) const BLOCK: usize = 4;
@@ -160,12 +160,9 @@ pub(crate) fn scores<S: Simd, const R: usize>(
     queries: [&[f32]; R],
     panels: &[f32],
     keys: usize,
-    out: [&mut [f32]; R],
+    mut out: [&mut [f32]; R],
 ) {
-    s.vectorize(
-        #[inline(always)]
-        || scores_inlined(s, queries, panels, keys, out),
-    );
+    vectorized!(s, scores_inlined(s, queries, panels, keys, &mut out));
 }
 
 #[inline(always)]
@@ -174,35 +171,72 @@ fn scores_inlined<S: Simd, const R: usize>(
     queries: [&[f32]; R],
     panels: &[f32],
     keys: usize,
-    mut out: [&mut [f32]; R],
+    out: &mut [&mut [f32]; R],
 ) {
     let width = queries[0].len();
     let queries = queries.map(|q| &q[..width]);
     for p in 0..keys.div_ceil(LANES) {
         let (panel, _) = panels[p * width * LANES..(p + 1) * width * LANES].as_chunks::<LANES>();
         for part in 0..LANES / S::F32_LANES {
-            // The lanes of a dot product, each over the columns c ≡ l modulo LANES, here with a key in each lane of a register ...
-            let lane = |l: usize| {
-                let mut sum = [s.splat_f32s(0.0); R];
-                for c in (l..width).step_by(LANES) {
-                    let key = S::as_simd_f32s(&panel[c]).0[part];
-                    for r in 0..R {
-                        sum[r] = s.mul_add_f32s(s.splat_f32s(queries[r][c]), key, sum[r]);
-                    }
-                }
-                sum
-            };
-            // ... added by halves: l + 8, then + 4, + 2, + 1.
-            let add = |a: [S::f32s; R], b: [S::f32s; R]| std::array::from_fn(|r| s.add_f32s(a[r], b[r]));
-            let half = |l| add(lane(l), lane(l + 8));
-            let quarter = |l| add(half(l), half(l + 4));
-            let eighth = |l| add(quarter(l), quarter(l + 2));
-            let total: [S::f32s; R] = add(eighth(0), eighth(1));
+            let total = Dots { s, queries, panel, part }.total();
             let at = p * LANES + part * S::F32_LANES;
-            for (out, total) in out.iter_mut().zip(total) {
-                S::as_mut_simd_f32s(&mut out[at..at + S::F32_LANES]).0[0] = total;
+            for r in 0..R {
+                S::as_mut_simd_f32s(&mut out[r][at..at + S::F32_LANES]).0[0] = total[r];
             }
         }
+    }
+}
+
+/// `R` queries against the keys in part `part` of a panel, one key in each lane of a register.
+#[derive(Clone, Copy)]
+struct Dots<'a, S: Simd, const R: usize> {
+    s: S,
+    queries: [&'a [f32]; R],
+    panel: &'a [[f32; LANES]],
+    part: usize,
+}
+
+impl<S: Simd, const R: usize> Dots<'_, S, R> {
+    /// Lane `l` of a dot product: the sum over columns c ≡ l modulo [`LANES`].
+    #[inline(always)]
+    fn lane(self, l: usize) -> [S::f32s; R] {
+        let s = self.s;
+        let mut sum = [s.splat_f32s(0.0); R];
+        let mut c = l;
+        while c < self.panel.len() {
+            let key = S::as_simd_f32s(&self.panel[c]).0[self.part];
+            for r in 0..R {
+                sum[r] = s.mul_add_f32s(s.splat_f32s(self.queries[r][c]), key, sum[r]);
+            }
+            c += LANES;
+        }
+        sum
+    }
+
+    #[inline(always)]
+    fn add(self, mut a: [S::f32s; R], b: [S::f32s; R]) -> [S::f32s; R] {
+        for r in 0..R {
+            a[r] = self.s.add_f32s(a[r], b[r]);
+        }
+        a
+    }
+
+    // The lanes added by halves, depth first, so that few sums are under way at a time.
+    #[inline(always)]
+    fn by_8(self, l: usize) -> [S::f32s; R] {
+        self.add(self.lane(l), self.lane(l + 8))
+    }
+    #[inline(always)]
+    fn by_4(self, l: usize) -> [S::f32s; R] {
+        self.add(self.by_8(l), self.by_8(l + 4))
+    }
+    #[inline(always)]
+    fn by_2(self, l: usize) -> [S::f32s; R] {
+        self.add(self.by_4(l), self.by_4(l + 2))
+    }
+    #[inline(always)]
+    fn total(self) -> [S::f32s; R] {
+        self.add(self.by_2(0), self.by_2(1))
     }
 }
 
@@ -215,10 +249,7 @@ pub(crate) fn mix<S: Simd, const R: usize>(
     out: &mut ColumnsMut,
     first: usize,
 ) {
-    s.vectorize(
-        #[inline(always)]
-        || mix_inlined(s, weights, values, out, first),
-    );
+    vectorized!(s, mix_inlined(s, weights, values, out, first));
 }
 
 #[inline(always)]
@@ -239,7 +270,10 @@ fn mix_inlined<S: Simd, const R: usize>(
         at += wide * S::F32_LANES;
     }
     if at < out.width {
-        let mut sum: [_; R] = std::array::from_fn(|r| s.partial_load_f32s(&out.row(first + r)[at..]));
+        let mut sum = [s.splat_f32s(0.0); R];
+        for (r, sum) in sum.iter_mut().enumerate() {
+            *sum = s.partial_load_f32s(&out.row(first + r)[at..]);
+        }
         for j in 0..weights[0].len() {
             let value = s.partial_load_f32s(&values.row(j)[at..out.width]);
             for r in 0..R {
@@ -292,10 +326,7 @@ fn mix_tile<S: Simd, const R: usize, const C: usize>(
 /// `out row j += Σ_r weights[r][j] · x[r]`, r in order, for all j of `weights`.
 #[inline(never)]
 pub(crate) fn spread<S: Simd, const R: usize>(s: S, weights: [&[f32]; R], x: [&[f32]; R], out: &mut ColumnsMut) {
-    s.vectorize(
-        #[inline(always)]
-        || spread_inlined(s, weights, x, out),
-    );
+    vectorized!(s, spread_inlined(s, weights, x, out));
 }
 
 #[inline(always)]
@@ -310,12 +341,15 @@ fn spread_inlined<S: Simd, const R: usize>(s: S, weights: [&[f32]; R], x: [&[f32
         at += wide * S::F32_LANES;
     }
     if at < out.width {
-        let x: [_; R] = std::array::from_fn(|r| s.partial_load_f32s(&x[r][at..out.width]));
+        let mut tail = [s.splat_f32s(0.0); R];
+        for (tail, x) in tail.iter_mut().zip(x) {
+            *tail = s.partial_load_f32s(&x[at..out.width]);
+        }
         for j in 0..weights[0].len() {
             let place = &mut out.row(j)[at..];
             let mut sum = s.partial_load_f32s(place);
             for r in 0..R {
-                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), x[r], sum);
+                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), tail[r], sum);
             }
             s.partial_store_f32s(place, sum);
         }
@@ -333,16 +367,16 @@ fn spread_tile<S: Simd, const R: usize, const C: usize>(
     let width = C * S::F32_LANES;
     let n = weights[0].len();
     let weights = weights.map(|w| &w[..n]);
-    let x: [[S::f32s; C]; R] = x.map(|x| {
-        let (x, _) = S::as_simd_f32s(&x[at..at + width]);
-        std::array::from_fn(|c| x[c])
-    });
+    let mut tile = [[s.splat_f32s(0.0); C]; R];
+    for (tile, x) in tile.iter_mut().zip(x) {
+        tile.copy_from_slice(&S::as_simd_f32s(&x[at..at + width]).0[..C]);
+    }
     for j in 0..n {
         let place = &mut S::as_mut_simd_f32s(&mut out.data[j * out.stride + at..][..width]).0[..C];
         for c in 0..C {
             let mut sum = place[c];
             for r in 0..R {
-                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), x[r][c], sum);
+                sum = s.mul_add_f32s(s.splat_f32s(weights[r][j]), tile[r][c], sum);
             }
             place[c] = sum;
         }

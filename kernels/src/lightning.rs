@@ -78,10 +78,10 @@ impl State {
         let rows = self.keys.len() / width.max(1);
         if rows > 0 {
             let decays = Decays::new(shape, rows);
-            dispatch!(|s| for (head, kv) in self.kv.chunks_exact_mut(shape.square()).enumerate() {
+            for (head, kv) in self.kv.chunks_exact_mut(shape.square()).enumerate() {
                 let [keys, values] = [&self.keys, &self.values].map(|x| Columns::new(x, width, head * d, d));
-                fold(s, decays.head(head), keys, values, rows, d, kv);
-            });
+                fold(decays.head(head), keys, values, rows, d, kv);
+            }
         }
         self.keys.clear();
         self.values.clear();
@@ -108,7 +108,9 @@ pub fn forward(
     for_heads(forest, shape.heads(), outs, |tree, head, [mut out]| {
         let inputs = [q, k, v].map(|x| Columns::part(x, head, shape.heads()).from_row(tree.rows.start));
         let decay = decays.head(head);
-        dispatch!(|s| forward_head(s, shape, forest, tree, head, decay, &states, inputs, &mut out));
+        scratch::with(needs(decay, shape.head_dim).forward(), |memory| {
+            dispatch!(|s| forward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut out));
+        });
     });
     if let Some(finals) = finals {
         *finals = states;
@@ -138,7 +140,9 @@ pub fn backward(
     for_heads(forest, shape.heads(), outs, |tree, head, mut grads| {
         let inputs = [q, k, v, d_out].map(|x| Columns::part(x, head, shape.heads()).from_row(tree.rows.start));
         let decay = decays.head(head);
-        dispatch!(|s| backward_head(s, shape, forest, tree, head, decay, &states, inputs, &mut grads));
+        scratch::with(needs(decay, shape.head_dim).backward(), |memory| {
+            dispatch!(|s| backward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut grads));
+        });
     });
 }
 
@@ -258,19 +262,49 @@ fn fill_ending<S: Simd>(s: S, slope: f32, powers: &mut [f32]) {
     );
 }
 
-/// Floats that a chunk of `rows` takes: its packed keys, and a row of scores.
-fn room(rows: usize, width: usize) -> (usize, usize) {
-    (panels(rows) * LANES * width, panels(rows.max(width)) * LANES)
+/// Floats that work on chunks takes: their packed keys, a row of scores (or of the state), the packed state.
+#[derive(Clone, Copy)]
+struct Needs {
+    packed: usize,
+    room: usize,
+    square: usize,
+    square_packed: usize,
+}
+
+fn needs(decay: Decay, d: usize) -> Needs {
+    let rows = decay.longest();
+    Needs {
+        packed: panels(rows) * LANES * d,
+        room: panels(rows.max(d)) * LANES,
+        square: d * d,
+        square_packed: panels(d) * LANES * d,
+    }
+}
+
+impl Needs {
+    fn fold(self) -> usize {
+        self.packed + BLOCK * self.room
+    }
+
+    fn forward(self) -> usize {
+        self.fold() + self.square
+    }
+
+    fn backward(self) -> usize {
+        2 * self.fold() + self.square + self.square_packed
+    }
 }
 
 /// `kv = e^{-s rows} kv + Σ_j e^{-s(rows-1-j)} k_j v_jᵀ`: a chunk's keys and values enter the state.
-#[inline(always)]
-fn fold<S: Simd>(s: S, decay: Decay, keys: Columns, values: Columns, rows: usize, d: usize, kv: &mut [f32]) {
-    let (packed, room) = room(rows, d);
-    scratch::with(packed + BLOCK * room, |memory| {
-        let (packed, weights) = memory.split_at_mut(packed);
-        pack(keys, rows, packed);
-        fold_packed(s, decay.at(rows), decay.ending(rows), packed, values, d, kv, weights, room);
+fn fold(decay: Decay, keys: Columns, values: Columns, rows: usize, d: usize, kv: &mut [f32]) {
+    let needs = needs(decay, d);
+    scratch::with(needs.fold(), |memory| {
+        let (packed, weights) = memory.split_at_mut(needs.packed);
+        let (shrink, powers) = (decay.at(rows), decay.ending(rows));
+        dispatch!(|s| {
+            pack(keys, rows, packed);
+            fold_packed(s, shrink, powers, packed, values, d, kv, weights, needs.room);
+        });
     });
 }
 
@@ -290,24 +324,17 @@ fn fold_packed<S: Simd>(
     let shrink = s.splat_f32s(shrink);
     map(s, kv, |x| s.mul_f32s(x, shrink));
     let mut kv = ColumnsMut::new(kv, d, 0, d);
-    let weigh = |from: usize, weights: &mut [f32]| {
-        for (p, powers) in powers.chunks(LANES).enumerate() {
-            let weights = &mut weights[p * LANES..][..powers.len()];
-            weights.copy_from_slice(&packed[(p * d + from) * LANES..][..powers.len()]);
-            update(s, powers, weights, |power, x| s.mul_f32s(power, x));
-        }
-    };
     let rows = powers.len();
     let mut at = 0;
     while at + BLOCK <= d {
         for (r, weights) in parts_mut::<BLOCK>(weights, room).into_iter().enumerate() {
-            weigh(at + r, weights);
+            weigh(s, powers, packed, d, at + r, weights);
         }
         mix(s, parts::<BLOCK>(weights, room).map(|w| &w[..rows]), y, &mut kv, at);
         at += BLOCK;
     }
     while at < d {
-        weigh(at, weights);
+        weigh(s, powers, packed, d, at, weights);
         mix(s, [&weights[..rows]], y, &mut kv, at);
         at += 1;
     }
@@ -324,37 +351,36 @@ fn forward_head<S: Simd>(
     decay: Decay,
     states: &[Vec<f32>],
     [q, k, v]: [Columns; 3],
+    memory: &mut [f32],
     out: &mut ColumnsMut,
 ) {
-    let (d, square) = (shape.head_dim, shape.square());
-    let (packed, room) = room(decay.longest(), d);
-    scratch::with(packed + BLOCK * room + square, |memory| {
-        let (packed, memory) = memory.split_at_mut(packed);
-        let (weights, kv) = memory.split_at_mut(BLOCK * room);
-        for segment in tree.segments.clone() {
-            let rows = within(tree, forest, segment);
-            let mut live = enter(forest, segment, head, states, kv);
-            for start in rows.clone().step_by(shape.block) {
-                let len = shape.block.min(rows.end - start);
-                pack(k.from_row(start), len, packed);
-                let before = live.then_some(&*kv);
-                let mut t = 0;
-                while t + BLOCK <= len {
-                    forward_rows::<S, BLOCK>(s, decay, q, v, packed, before, start, t, weights, room, out);
-                    t += BLOCK;
-                }
-                while t < len {
-                    forward_rows::<S, 1>(s, decay, q, v, packed, before, start, t, weights, room, out);
-                    t += 1;
-                }
-                if start + len < rows.end {
-                    revive(&mut live, kv);
-                    let (shrink, powers) = (decay.at(len), decay.ending(len));
-                    fold_packed(s, shrink, powers, packed, v.from_row(start), d, kv, weights, room);
-                }
+    let d = shape.head_dim;
+    let Needs { packed, room, .. } = needs(decay, d);
+    let (packed, memory) = memory.split_at_mut(packed);
+    let (weights, kv) = memory.split_at_mut(BLOCK * room);
+    for segment in tree.segments.clone() {
+        let rows = within(tree, forest, segment);
+        let mut live = enter(forest, segment, head, states, kv);
+        for start in rows.clone().step_by(shape.block) {
+            let len = shape.block.min(rows.end - start);
+            pack(k.from_row(start), len, packed);
+            let before = live.then_some(&*kv);
+            let mut t = 0;
+            while t + BLOCK <= len {
+                forward_rows::<S, BLOCK>(s, decay, q, v, packed, before, start, t, weights, room, out);
+                t += BLOCK;
+            }
+            while t < len {
+                forward_rows::<S, 1>(s, decay, q, v, packed, before, start, t, weights, room, out);
+                t += 1;
+            }
+            if start + len < rows.end {
+                revive(&mut live, kv);
+                let (shrink, powers) = (decay.at(len), decay.ending(len));
+                fold_packed(s, shrink, powers, packed, v.from_row(start), d, kv, weights, room);
             }
         }
-    });
+    }
 }
 
 /// A segment's rows, counted from its tree's first.
@@ -437,91 +463,89 @@ fn backward_head<S: Simd>(
     decay: Decay,
     states: &[Vec<f32>],
     inputs: [Columns; 4],
+    memory: &mut [f32],
     grads: &mut [ColumnsMut; 3],
 ) {
-    let (d, square) = (shape.head_dim, shape.square());
-    let (packed, room) = room(decay.longest(), d);
-    let square_packed = panels(d) * LANES * d;
+    let d = shape.head_dim;
+    let Needs { packed, room, .. } = needs(decay, d);
     grads[1].clear(tree.rows.len());
     grads[2].clear(tree.rows.len());
-    scratch::with(2 * packed + 2 * BLOCK * room + square + square_packed, |memory| {
-        let (keys, memory) = memory.split_at_mut(packed);
-        let (values, memory) = memory.split_at_mut(packed);
-        let (weights, memory) = memory.split_at_mut(2 * BLOCK * room);
-        let (kv, kv_packed) = memory.split_at_mut(square);
+    let (keys, memory) = memory.split_at_mut(packed);
+    let (values, memory) = memory.split_at_mut(packed);
+    let (weights, memory) = memory.split_at_mut(2 * BLOCK * room);
+    let (kv, kv_packed) = memory.split_at_mut(d * d);
 
-        let [_, k, v, _] = inputs;
-        for segment in tree.segments.clone() {
-            let rows = within(tree, forest, segment);
-            let mut live = enter(forest, segment, head, states, kv);
-            for start in rows.clone().step_by(shape.block) {
-                let len = shape.block.min(rows.end - start);
-                pack(k.from_row(start), len, keys);
-                pack(v.from_row(start), len, values);
-                if live {
-                    pack(Columns::new(kv, d, 0, d), d, kv_packed);
-                }
-                let packed = [&*keys, &*values];
-                let before = live.then_some(&*kv_packed);
+    let [_, k, v, _] = inputs;
+    for segment in tree.segments.clone() {
+        let rows = within(tree, forest, segment);
+        let mut live = enter(forest, segment, head, states, kv);
+        for start in rows.clone().step_by(shape.block) {
+            let len = shape.block.min(rows.end - start);
+            pack(k.from_row(start), len, keys);
+            pack(v.from_row(start), len, values);
+            if live {
+                pack(Columns::new(kv, d, 0, d), d, kv_packed);
+            }
+            let packed = [&*keys, &*values];
+            let before = live.then_some(&*kv_packed);
+            let mut t = 0;
+            while t + BLOCK <= len {
+                backward_rows::<S, BLOCK>(s, decay, inputs, packed, before, start, t, weights, room, grads);
+                t += BLOCK;
+            }
+            while t < len {
+                backward_rows::<S, 1>(s, decay, inputs, packed, before, start, t, weights, room, grads);
+                t += 1;
+            }
+            if start + len < rows.end {
+                revive(&mut live, kv);
+                let (shrink, powers) = (decay.at(len), decay.ending(len));
+                fold_packed(s, shrink, powers, keys, v.from_row(start), d, kv, weights, room);
+            }
+        }
+    }
+
+    // From here on `kv` holds d(KV).
+    let [q, _, _, d_out] = inputs;
+    let mut pending = vec![Vec::new(); if tree.segments.len() > 1 { tree.segments.len() } else { 0 }];
+    for segment in tree.segments.clone().rev() {
+        let rows = within(tree, forest, segment);
+        let parent = forest.segments()[segment].parent;
+        let from_children = pending.get(segment - tree.segments.start).filter(|d_kv| !d_kv.is_empty());
+        let mut live = from_children.is_some();
+        if let Some(d_kv) = from_children {
+            kv.copy_from_slice(d_kv);
+        }
+        for start in rows.clone().step_by(shape.block).rev() {
+            let len = shape.block.min(rows.end - start);
+            if live {
+                pack(Columns::new(kv, d, 0, d), d, kv_packed);
                 let mut t = 0;
                 while t + BLOCK <= len {
-                    backward_rows::<S, BLOCK>(s, decay, inputs, packed, before, start, t, weights, room, grads);
+                    leave_rows::<S, BLOCK>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
                     t += BLOCK;
                 }
                 while t < len {
-                    backward_rows::<S, 1>(s, decay, inputs, packed, before, start, t, weights, room, grads);
+                    leave_rows::<S, 1>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
                     t += 1;
                 }
-                if start + len < rows.end {
-                    revive(&mut live, kv);
-                    let (shrink, powers) = (decay.at(len), decay.ending(len));
-                    fold_packed(s, shrink, powers, keys, v.from_row(start), d, kv, weights, room);
-                }
+            }
+            if start > rows.start || parent.is_some() {
+                revive(&mut live, kv);
+                pack(q.from_row(start), len, keys);
+                let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
+                fold_packed(s, shrink, powers, keys, d_out.from_row(start), d, kv, weights, room);
             }
         }
-
-        // From here on `kv` holds d(KV).
-        let [q, _, _, d_out] = inputs;
-        let mut pending = vec![Vec::new(); if tree.segments.len() > 1 { tree.segments.len() } else { 0 }];
-        for segment in tree.segments.clone().rev() {
-            let rows = within(tree, forest, segment);
-            let parent = forest.segments()[segment].parent;
-            let from_children = pending.get(segment - tree.segments.start).filter(|d_kv| !d_kv.is_empty());
-            let mut live = from_children.is_some();
-            if let Some(d_kv) = from_children {
-                kv.copy_from_slice(d_kv);
-            }
-            for start in rows.clone().step_by(shape.block).rev() {
-                let len = shape.block.min(rows.end - start);
-                if live {
-                    pack(Columns::new(kv, d, 0, d), d, kv_packed);
-                    let mut t = 0;
-                    while t + BLOCK <= len {
-                        leave_rows::<S, BLOCK>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
-                        t += BLOCK;
-                    }
-                    while t < len {
-                        leave_rows::<S, 1>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
-                        t += 1;
-                    }
-                }
-                if start > rows.start || parent.is_some() {
-                    revive(&mut live, kv);
-                    pack(q.from_row(start), len, keys);
-                    let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
-                    fold_packed(s, shrink, powers, keys, d_out.from_row(start), d, kv, weights, room);
-                }
-            }
-            if let Some(parent) = parent {
-                let sum = &mut pending[parent - tree.segments.start];
-                if sum.is_empty() {
-                    sum.extend_from_slice(kv);
-                } else {
-                    update(s, kv, sum, |a, b| s.add_f32s(a, b));
-                }
+        if let Some(parent) = parent {
+            let sum = &mut pending[parent - tree.segments.start];
+            if sum.is_empty() {
+                sum.extend_from_slice(kv);
+            } else {
+                update(s, kv, sum, |a, b| s.add_f32s(a, b));
             }
         }
-    });
+    }
 }
 
 /// `R` rows from row `t` of a chunk on, as in [`forward_rows`], with the state before the chunk packed: all of dq, and what
@@ -593,6 +617,16 @@ fn leave_rows<S: Simd, const R: usize>(
     mix(s, parts::<R>(weights, room).map(|w| &w[..d]), Columns::new(d_kv, d, 0, d), dv, first);
 }
 
+/// Column `c` of packed rows of width `d`, each times its power.
+#[inline(always)]
+fn weigh<S: Simd>(s: S, powers: &[f32], packed: &[f32], d: usize, c: usize, weights: &mut [f32]) {
+    for (p, powers) in powers.chunks(LANES).enumerate() {
+        let weights = &mut weights[p * LANES..][..powers.len()];
+        weights.copy_from_slice(&packed[(p * d + c) * LANES..][..powers.len()]);
+        update(s, powers, weights, |power, x| s.mul_f32s(power, x));
+    }
+}
+
 /// The state after each segment: of all, or of those alone that have children (the others' are empty).
 fn states(shape: &Heads, forest: &Forest, decays: &Decays, k: &Tensor, v: &Tensor, all: bool) -> Vec<Vec<f32>> {
     use rayon::prelude::*;
@@ -608,10 +642,10 @@ fn states(shape: &Heads, forest: &Forest, decays: &Decays, k: &Tensor, v: &Tenso
             };
             let rows = forest.rows_of(segment);
             let fold_head = |(head, kv): (usize, &mut [f32])| {
-                dispatch!(|s| for start in rows.clone().step_by(shape.block) {
+                for start in rows.clone().step_by(shape.block) {
                     let [k, v] = [k, v].map(|x| Columns::part(x, head, shape.heads()).from_row(start));
-                    fold(s, decays.head(head), k, v, shape.block.min(rows.end - start), d, kv);
-                });
+                    fold(decays.head(head), k, v, shape.block.min(rows.end - start), d, kv);
+                }
             };
             if shape.square() > 0 {
                 state[0].par_chunks_exact_mut(shape.square()).enumerate().for_each(fold_head);

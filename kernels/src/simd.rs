@@ -26,16 +26,8 @@ macro_rules! dispatch {
     (|$s:ident| $work:expr) => {
         match pulp::Arch::new() {
             #[cfg(feature = "avx512")]
-            pulp::Arch::V4($s) => pulp::Simd::vectorize(
-                $s,
-                #[inline(always)]
-                || $work,
-            ),
-            pulp::Arch::V3($s) => pulp::Simd::vectorize(
-                $s,
-                #[inline(always)]
-                || $work,
-            ),
+            pulp::Arch::V4($s) => $crate::simd::vectorized!($s, $work),
+            pulp::Arch::V3($s) => $crate::simd::vectorized!($s, $work),
             _ => {
                 let $s = pulp::Scalar::new();
                 $work
@@ -49,11 +41,7 @@ macro_rules! dispatch {
 macro_rules! dispatch {
     (|$s:ident| $work:expr) => {
         match pulp::Arch::new() {
-            pulp::Arch::Neon($s) => pulp::Simd::vectorize(
-                $s,
-                #[inline(always)]
-                || $work,
-            ),
+            pulp::Arch::Neon($s) => $crate::simd::vectorized!($s, $work),
             _ => {
                 let $s = pulp::Scalar::new();
                 $work
@@ -71,7 +59,26 @@ macro_rules! dispatch {
     }};
 }
 
-pub(crate) use dispatch;
+/// Runs an expression compiled for the instruction set of `$s`; see [`dispatch!`].
+macro_rules! vectorized {
+    ($s:ident, $work:expr) => {{
+        let once = $crate::simd::Once;
+        pulp::Simd::vectorize(
+            $s,
+            #[inline(always)]
+            || {
+                let _once = once;
+                $work
+            },
+        )
+    }};
+}
+
+pub(crate) use {dispatch, vectorized};
+
+/// What a closure consumes to be callable only once. A closure that merely borrows would be called through a shim that the
+/// compiler may leave outside the vectorised function, and with it all its instructions.
+pub(crate) struct Once;
 
 /// Sixteen running sums, in as many registers as they need.
 #[derive(Clone, Copy)]

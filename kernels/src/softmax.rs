@@ -59,7 +59,11 @@ pub fn forward(shape: Heads, forest: &Forest, q: &Tensor, k: &Tensor, v: &Tensor
     let outs = [Rows { cols: q.cols(), data: out.data_mut() }, Rows { cols: shape.heads, data: lse.data_mut() }];
     for_heads(forest, shape.kv_heads, outs, |tree, head, [mut out, mut lse]| {
         let [q, k, v] = [q, k, v].map(|x| Columns::part(x, head, shape.kv_heads).from_row(tree.rows.start));
-        dispatch!(|s| forward_head(s, &shape, forest, tree, q, k, v, &mut out, &mut lse));
+        let (packed, room) = room(forest, tree, shape.head_dim);
+        scratch::with(packed + BLOCK * (shape.head_dim + room), |memory| {
+            let (keys, memory) = memory.split_at_mut(packed);
+            dispatch!(|s| forward_head(s, &shape, forest, tree, q, k, v, keys, memory, room, &mut out, &mut lse));
+        });
     });
 }
 
@@ -86,13 +90,18 @@ pub fn backward(
     for_heads(forest, shape.kv_heads, outs, |tree, head, mut grads| {
         let inputs = [q, k, v, out, lse, d_out];
         let inputs = inputs.map(|x| Columns::part(x, head, shape.kv_heads).from_row(tree.rows.start));
-        dispatch!(|s| backward_head(s, &shape, forest, tree, inputs, &mut grads));
+        let (packed, room) = room(forest, tree, shape.head_dim);
+        scratch::with(2 * packed + BLOCK * (shape.head_dim + 2 * room), |memory| {
+            let (packed, memory) = memory.split_at_mut(2 * packed);
+            dispatch!(|s| backward_head(s, &shape, forest, tree, inputs, packed, memory, room, &mut grads));
+        });
     });
 }
 
 /// One row: `out[heads · d]` for `q[heads · d]` over all keys in `runs`, oldest first, its own the last.
 pub fn row(shape: Heads, q: &[f32], runs: &[Run], out: &mut [f32]) {
-    dispatch!(|s| decode(s, &shape, q, runs, out));
+    let seen: usize = runs.iter().map(|(keys, _)| keys.len() / (shape.kv_heads * shape.head_dim)).sum();
+    scratch::with(shape.head_dim + seen, |memory| dispatch!(|s| decode(s, &shape, q, runs, memory, out)));
 }
 
 /// Keys that rows see: their place among a tree's rows, and their first panel.
@@ -199,32 +208,31 @@ fn forward_head<S: Simd>(
     q: Columns,
     k: Columns,
     v: Columns,
+    keys: &mut [f32],
+    memory: &mut [f32],
+    room: usize,
     out: &mut ColumnsMut,
     lse: &mut ColumnsMut,
 ) {
     let (d, group) = (shape.head_dim, shape.group());
-    let (packed, room) = room(forest, tree, d);
-    scratch::with(packed + BLOCK * (d + room), |memory| {
-        let (keys, memory) = memory.split_at_mut(packed);
-        let mut walk = Walk::new(forest, tree);
-        for segment in tree.segments.clone() {
-            let (path, own) = walk.visit(segment);
-            let len = own.rows.len();
-            pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
-            for head in 0..group {
-                let (q, mut out, mut lse) = (q.within(head, group), out.within(head, group), lse.within(head, group));
-                let mut t = 0;
-                while t + BLOCK <= len {
-                    forward_rows::<S, BLOCK>(s, shape, q, v, keys, path, &own, t, memory, room, &mut out, &mut lse);
-                    t += BLOCK;
-                }
-                while t < len {
-                    forward_rows::<S, 1>(s, shape, q, v, keys, path, &own, t, memory, room, &mut out, &mut lse);
-                    t += 1;
-                }
+    let mut walk = Walk::new(forest, tree);
+    for segment in tree.segments.clone() {
+        let (path, own) = walk.visit(segment);
+        let len = own.rows.len();
+        pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        for head in 0..group {
+            let (q, mut out, mut lse) = (q.within(head, group), out.within(head, group), lse.within(head, group));
+            let mut t = 0;
+            while t + BLOCK <= len {
+                forward_rows::<S, BLOCK>(s, shape, q, v, keys, path, &own, t, memory, room, &mut out, &mut lse);
+                t += BLOCK;
+            }
+            while t < len {
+                forward_rows::<S, 1>(s, shape, q, v, keys, path, &own, t, memory, room, &mut out, &mut lse);
+                t += 1;
             }
         }
-    });
+    }
 }
 
 /// `R` rows from row `t` of a segment on. The later of them see keys that the earlier do not: there the earlier weigh 0.
@@ -275,35 +283,32 @@ fn forward_rows<S: Simd, const R: usize>(
 
 /// One row over cached keys: what [`forward_rows`] does for one row, with keys as they lie in the cache.
 #[inline(always)]
-fn decode<S: Simd>(s: S, shape: &Heads, q: &[f32], runs: &[Run], out: &mut [f32]) {
+fn decode<S: Simd>(s: S, shape: &Heads, q: &[f32], runs: &[Run], memory: &mut [f32], out: &mut [f32]) {
     let (d, group, stride) = (shape.head_dim, shape.group(), shape.kv_heads * shape.head_dim);
-    let seen: usize = runs.iter().map(|(keys, _)| keys.len() / stride).sum();
     let scale = s.splat_f32s(shape.scale);
-    scratch::with(d + seen, |memory| {
-        let (query, weights) = memory.split_at_mut(d);
-        for head in 0..shape.heads {
-            let from = head / group * d;
-            update(s, &q[head * d..(head + 1) * d], query, |q, _| s.mul_f32s(q, scale));
-            let mut at = 0;
-            for (keys, _) in runs {
-                for key in keys.chunks_exact(stride) {
-                    weights[at] = dot(s, query, &key[from..from + d]);
-                    at += 1;
-                }
+    let (query, weights) = memory.split_at_mut(d);
+    for head in 0..shape.heads {
+        let from = head / group * d;
+        update(s, &q[head * d..(head + 1) * d], query, |q, _| s.mul_f32s(q, scale));
+        let mut at = 0;
+        for (keys, _) in runs {
+            for key in keys.chunks_exact(stride) {
+                weights[at] = dot(s, query, &key[from..from + d]);
+                at += 1;
             }
-            let most = max(s, weights);
-            let share = s.splat_f32s(1.0 / exponentiate(s, weights, most));
-            let mut out = ColumnsMut::new(&mut out[head * d..(head + 1) * d], d, 0, d);
-            out.clear(1);
-            let mut at = 0;
-            for (keys, values) in runs {
-                let n = keys.len() / stride;
-                mix(s, [&weights[at..at + n]], Columns::new(values, stride, from, d), &mut out, 0);
-                at += n;
-            }
-            map(s, out.row(0), |x| s.mul_f32s(x, share));
         }
-    });
+        let most = max(s, weights);
+        let share = s.splat_f32s(1.0 / exponentiate(s, weights, most));
+        let mut out = ColumnsMut::new(&mut out[head * d..(head + 1) * d], d, 0, d);
+        out.clear(1);
+        let mut at = 0;
+        for (keys, values) in runs {
+            let n = keys.len() / stride;
+            mix(s, [&weights[at..at + n]], Columns::new(values, stride, from, d), &mut out, 0);
+            at += n;
+        }
+        map(s, out.row(0), |x| s.mul_f32s(x, share));
+    }
 }
 
 /// One tree and key head, as in [`forward_head`]. Rows are taken in order, so each key's gradient is a sum over the rows
@@ -315,41 +320,38 @@ fn backward_head<S: Simd>(
     forest: &Forest,
     tree: &Span,
     inputs: [Columns; 6],
+    packed: &mut [f32],
+    memory: &mut [f32],
+    room: usize,
     grads: &mut [ColumnsMut; 3],
 ) {
     let (d, group) = (shape.head_dim, shape.group());
-    let (packed, room) = room(forest, tree, d);
     let [q, k, v, out, lse, d_out] = inputs;
     let [dq, dk, dv] = grads;
     dk.clear(tree.rows.len());
     dv.clear(tree.rows.len());
-    scratch::with(2 * packed + BLOCK * (d + 2 * room), |memory| {
-        let (keys, memory) = memory.split_at_mut(packed);
-        let (values, memory) = memory.split_at_mut(packed);
-        let mut walk = Walk::new(forest, tree);
-        for segment in tree.segments.clone() {
-            let (path, own) = walk.visit(segment);
-            let len = own.rows.len();
-            pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
-            pack(v.from_row(own.rows.start), len, &mut values[own.panel * LANES * d..]);
-            for head in 0..group {
-                let inputs = [q, out, lse, d_out].map(|x| x.within(head, group));
-                let packed = [&*keys, &*values];
-                let mut dq = dq.within(head, group);
-                let mut t = 0;
-                while t + BLOCK <= len {
-                    backward_rows::<S, BLOCK>(
-                        s, shape, inputs, k, packed, path, &own, t, memory, room, &mut dq, dk, dv,
-                    );
-                    t += BLOCK;
-                }
-                while t < len {
-                    backward_rows::<S, 1>(s, shape, inputs, k, packed, path, &own, t, memory, room, &mut dq, dk, dv);
-                    t += 1;
-                }
+    let (keys, values) = packed.split_at_mut(packed.len() / 2);
+    let mut walk = Walk::new(forest, tree);
+    for segment in tree.segments.clone() {
+        let (path, own) = walk.visit(segment);
+        let len = own.rows.len();
+        pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        pack(v.from_row(own.rows.start), len, &mut values[own.panel * LANES * d..]);
+        for head in 0..group {
+            let inputs = [q, out, lse, d_out].map(|x| x.within(head, group));
+            let packed = [&*keys, &*values];
+            let mut dq = dq.within(head, group);
+            let mut t = 0;
+            while t + BLOCK <= len {
+                backward_rows::<S, BLOCK>(s, shape, inputs, k, packed, path, &own, t, memory, room, &mut dq, dk, dv);
+                t += BLOCK;
+            }
+            while t < len {
+                backward_rows::<S, 1>(s, shape, inputs, k, packed, path, &own, t, memory, room, &mut dq, dk, dv);
+                t += 1;
             }
         }
-    });
+    }
 }
 
 /// `R` rows from row `t` of a segment on: with p = e^(score − lse) and ds = p (d_out·v − d_out·out),
