@@ -18,5 +18,7 @@ mod rl;
 pub mod rollout;
 mod sft;
 pub mod tokenizer;
+#[cfg(test)]
+mod toy;
 pub mod train;
 mod weights;

@@ -670,7 +670,7 @@ pub fn estimate(recipe: &Recipe, root: &Path) -> Result<Estimate> {
     recipe.check()?;
     let tasks = recipe.stages.iter().map(|s| s.task().build(root)).collect::<Result<Vec<_>>>()?;
     let config = match &recipe.model.from {
-        Some(from) => checkpoint::load(&root.join(from), false)?.decoder.config,
+        Some(from) => checkpoint::load(&checkpoint::find(&root.join(from))?, false)?.decoder.config,
         None => recipe.model.resolve(recipe.tokenizer(&tasks, None)?.vocab_size())?,
     };
     let params = plan(&config).iter().map(|t| t.shape.iter().product::<usize>() as u64).sum();

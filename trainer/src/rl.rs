@@ -407,3 +407,136 @@ impl Drift {
         ]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        data::Merge,
+        loss::Algorithm,
+        recipe::{OptimizerSpec, Schedule},
+        toy::{self, Letters},
+    };
+    use std::collections::BTreeMap;
+
+    const COPIES: Letters = Letters(|problem, text| f64::from(u8::from(text == problem.answer)));
+    const ALWAYS: Letters = Letters(|_, _| 1.0);
+    const STARTS_WITH_B: Letters = Letters(|_, text| f64::from(u8::from(text.starts_with('b'))));
+
+    fn spec() -> Rl {
+        Rl { prompts: 8, group: 6, max_tokens: 5, ..Rl::default() }
+    }
+
+    fn flat() -> OptimizerSpec {
+        OptimizerSpec { lr: 1e-2, warmup: 0, schedule: Schedule::Constant, ..OptimizerSpec::default() }
+    }
+
+    fn steps(
+        spec: &Rl,
+        task: &dyn Task,
+        learner: &mut Learner,
+        numbers: std::ops::Range<u64>,
+    ) -> Vec<BTreeMap<&'static str, f64>> {
+        let tokenizer = toy::tokenizer();
+        let source = Source { task, tokenizer: &tokenizer, seed: 3, stage: 0 };
+        numbers.map(|n| step(spec, source, n, 1e-2, 0.0, learner).unwrap().1.into_iter().collect()).collect()
+    }
+
+    #[test]
+    fn reward_rises_under_every_loss() {
+        for algorithm in [Algorithm::Cispo, Algorithm::Grpo, Algorithm::Gspo] {
+            let spec = Rl { algorithm, ..spec() };
+            let metrics = toy::pooled(|| steps(&spec, &STARTS_WITH_B, &mut toy::learner(2, flat()), 0..40));
+            let mean = |of: &[BTreeMap<_, f64>]| of.iter().map(|m| m["rl/reward"]).sum::<f64>() / of.len() as f64;
+            let (before, after) = (mean(&metrics[..3]), mean(&metrics[37..]));
+            assert!(before < 0.5 && after > 0.9, "{algorithm:?}: {before} to {after}");
+        }
+    }
+
+    #[test]
+    fn the_first_look_is_the_samplers_at_any_temperature() {
+        for temperature in [0.7, 1.0, 1.3] {
+            let spec = Rl { temperature, dynamic_sampling: false, ..spec() };
+            let metrics = toy::pooled(|| steps(&spec, &COPIES, &mut toy::learner(4, flat()), 0..4));
+            for m in metrics {
+                assert_eq!((m["rollout/bit_diff_share"], m["rollout/route_diff_share"]), (0.0, 0.0), "{m:?}");
+                assert_eq!((m["rollout/logprob_diff_max"], m["rl/ratio_max"], m["rl/kl"]), (0.0, 1.0, 0.0));
+            }
+        }
+    }
+
+    #[test]
+    fn merged_prefixes_agree_to_rounding() {
+        let spec = Rl { merge: Merge::Prefix, dynamic_sampling: false, ..spec() };
+        let metrics = toy::pooled(|| steps(&spec, &COPIES, &mut toy::learner(4, flat()), 0..4));
+        assert!(metrics.iter().all(|m| m["rollout/logprob_diff_max"] < 1e-5));
+    }
+
+    #[test]
+    fn later_passes_are_off_policy() {
+        let spec = Rl { epochs: 2, minibatches: 3, dynamic_sampling: false, ..spec() };
+        let mut learner = toy::learner(0, flat());
+        let metrics = toy::pooled(|| steps(&spec, &COPIES, &mut learner, 0..1));
+        assert_eq!(learner.optimizer.updates, 6);
+        assert!(metrics[0]["rl/ratio_max"] > 1.0 && metrics[0]["rl/kl"] > 0.0);
+        assert_eq!(metrics[0]["rollout/logprob_diff_max"], 0.0);
+    }
+
+    #[test]
+    fn equal_groups_are_dropped_whole_and_their_places_offered_again() {
+        let mut learner = toy::learner(0, flat());
+        let before = learner.decoder.weights.clone();
+        let metrics = toy::pooled(|| steps(&spec(), &ALWAYS, &mut learner, 0..1));
+        assert_eq!((metrics[0]["rl/groups"], metrics[0]["rl/zero_std_share"]), (0.0, 1.0));
+        assert!(learner.decoder.weights == before && learner.optimizer.updates == 0);
+        assert!(!metrics[0].contains_key("train/loss"));
+        let once = learner.spent.tokens;
+        let spec = Rl { resample: 2, ..spec() };
+        toy::pooled(|| steps(&spec, &ALWAYS, &mut learner, 0..1));
+        assert!(learner.spent.tokens - once > 2 * once, "three rounds of sampling are counted");
+    }
+
+    #[test]
+    fn sampling_is_filtered_by_the_tasks_score_and_not_the_shaped_reward() {
+        // Lengths differ, so the penalty tells rewards apart where the task's scores are equal.
+        let spec = Rl { overlong: Overlong::Penalty, ..spec() };
+        let metrics = toy::pooled(|| steps(&spec, &ALWAYS, &mut toy::learner(0, flat()), 0..1));
+        assert_eq!(metrics[0]["rl/groups"], 0.0);
+        assert_eq!([3, 4, 5].map(|n| penalty(&spec, n)), [0.0, 0.0, -1.0]);
+        assert_eq!(penalty(&Rl { overlong: Overlong::Keep, ..spec }, 5), 0.0);
+    }
+
+    #[test]
+    fn masked_completions_are_not_trained() {
+        // One token is never enough to end: all are cut.
+        let spec = Rl { overlong: Overlong::Mask, max_tokens: 1, dynamic_sampling: false, ..spec() };
+        let mut learner = toy::learner(0, flat());
+        let task = Letters(|_, text| f64::from(u8::from(text == "b")));
+        let metrics = toy::pooled(|| steps(&spec, &task, &mut learner, 0..1));
+        assert!(metrics[0]["rl/truncated_share"] > 0.5);
+        assert!(metrics[0].get("train/loss").is_none_or(|loss| loss.is_finite()));
+    }
+
+    #[test]
+    fn gradients_do_not_depend_on_merging_or_the_split_into_passes() {
+        let gradient = |merge, micro_batch| {
+            let spec = Rl { merge, micro_batch, dynamic_sampling: false, ..spec() };
+            let mut learner = toy::learner(0, flat());
+            toy::pooled(|| steps(&spec, &COPIES, &mut learner, 0..1));
+            learner.optimizer.first
+        };
+        let whole = gradient(Merge::Equal, 4096);
+        for (merge, micro) in [(Merge::Equal, 1), (Merge::Equal, 40), (Merge::Prefix, 4096), (Merge::Prefix, 40)] {
+            let off = toy::distance(&gradient(merge, micro), &whole);
+            assert!(off < 1e-5, "{merge:?} in passes of {micro}: {off}");
+        }
+    }
+
+    #[test]
+    fn a_passage_has_no_prompt_to_answer() {
+        let tokenizer = toy::tokenizer();
+        let problem =
+            Problem { id: String::new(), prompt: String::new(), answer: "ab".into(), fields: Default::default() };
+        assert_eq!(encode(&problem, &COPIES, &tokenizer).unwrap_err().class, Class::Usage);
+    }
+}

@@ -131,3 +131,131 @@ fn assemble(spec: &Sft, examples: &mut Examples, mut position: u64) -> Result<(V
     batches.push(packer.finish());
     Ok((batches, position))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        recipe::{OptimizerSpec, Schedule},
+        toy::{self, Letters},
+    };
+    use hone_evals::task::Problem;
+    use hone_runs::Count;
+    use rand_chacha::ChaCha8Rng;
+
+    const TASK: Letters = Letters(|_, _| 0.0);
+
+    fn flat() -> OptimizerSpec {
+        OptimizerSpec { lr: 1e-2, warmup: 0, schedule: Schedule::Constant, ..OptimizerSpec::default() }
+    }
+
+    /// A task of one fixed problem.
+    struct Fixed(&'static str, &'static str);
+
+    impl Task for Fixed {
+        fn name(&self) -> &str {
+            "fixed"
+        }
+        fn draw(&self, _rng: &mut ChaCha8Rng) -> Result<Problem> {
+            Ok(Problem { id: String::new(), prompt: self.0.into(), answer: self.1.into(), fields: Default::default() })
+        }
+        fn evaluation(&self, _n: usize) -> Result<Vec<Problem>> {
+            Ok(Vec::new())
+        }
+        fn verify(&self, _problem: &Problem, _completion: &str) -> f64 {
+            0.0
+        }
+        fn hash(&self) -> String {
+            String::new()
+        }
+    }
+
+    fn example(trained: Trained, task: &dyn Task) -> Result<Example> {
+        let (spec, tokenizer) = (Sft { loss: trained, ..Sft::default() }, toy::tokenizer());
+        Examples::new(&spec, 0, task, &tokenizer, 1).at(0)
+    }
+
+    #[test]
+    fn the_answer_and_its_end_are_trained() {
+        let end = toy::tokenizer().end();
+        let answer = example(Trained::Answer, &Fixed("ab", "cd")).unwrap();
+        assert_eq!(answer, Example { tokens: vec![0, 1, 2, 3, end], trained_from: 2 });
+        assert_eq!(example(Trained::All, &Fixed("ab", "cd")).unwrap().trained_from, 0);
+    }
+
+    #[test]
+    fn a_passage_is_trained_whole_and_has_no_end() {
+        let passage = example(Trained::Answer, &Fixed("", "abc")).unwrap();
+        assert_eq!(passage, Example { tokens: vec![0, 1, 2], trained_from: 0 });
+    }
+
+    #[test]
+    fn an_example_that_trains_nothing_is_an_error() {
+        for task in [Fixed("", ""), Fixed("", "a")] {
+            assert_eq!(example(Trained::Answer, &task).unwrap_err().class, Class::Usage);
+        }
+        assert!(example(Trained::Answer, &Fixed("ab", "z")).unwrap_err().message.contains("'z'"));
+    }
+
+    #[test]
+    fn an_epoch_passes_over_every_example_once_in_a_new_order() {
+        let (spec, tokenizer) = (Sft { examples: Some(Count(9)), ..Sft::default() }, toy::tokenizer());
+        let mut examples = Examples::new(&spec, 0, &TASK, &tokenizer, 5);
+        let epochs: Vec<Vec<Vec<u32>>> =
+            (0..3).map(|e| (0..9).map(|i| examples.at(9 * e + i).unwrap().tokens).collect()).collect();
+        let sorted = |e: &Vec<Vec<u32>>| {
+            let mut e = e.clone();
+            e.sort();
+            e
+        };
+        assert_eq!(sorted(&epochs[0]), sorted(&epochs[1]));
+        assert_ne!(epochs[0], epochs[1]);
+        // A position alone says which example: asked anew, out of order, it is the same.
+        assert_eq!(Examples::new(&spec, 0, &TASK, &tokenizer, 5).at(20).unwrap().tokens, epochs[2][2]);
+        assert_ne!(
+            (0..9).map(|i| Examples::new(&spec, 1, &TASK, &tokenizer, 5).at(i).unwrap().tokens).collect::<Vec<_>>(),
+            epochs[0]
+        );
+    }
+
+    fn steps(spec: &Sft, experts: usize, count: usize) -> (Learner, Vec<f64>) {
+        toy::pooled(|| {
+            let tokenizer = toy::tokenizer();
+            let mut examples = Examples::new(spec, 0, &TASK, &tokenizer, 5);
+            let (mut learner, mut position, mut losses) = (toy::learner(experts, flat()), 0, Vec::new());
+            for _ in 0..count {
+                let (after, _, metrics) = step(spec, &mut examples, position, 1e-2, 0.0, &mut learner).unwrap();
+                position = after;
+                losses.push(metrics[0].1);
+            }
+            (learner, losses)
+        })
+    }
+
+    #[test]
+    fn loss_falls() {
+        let (_, losses) = steps(&Sft { batch: 64, ..Sft::default() }, 2, 60);
+        assert!(losses[0] > 1.5 && losses[59] < 0.1, "{losses:?}");
+    }
+
+    #[test]
+    fn the_gradient_does_not_depend_on_the_split_into_passes() {
+        // Token-weighted: passes of 1, of a few, and of all rows give one mean over tokens, never a mean of means.
+        let at = |micro_batch| steps(&Sft { batch: 60, micro_batch, loss: Trained::All, ..Sft::default() }, 0, 1);
+        let (whole, loss) = at(1000);
+        for micro in [1, 7, 20] {
+            let (split, split_loss) = at(micro);
+            assert!((split_loss[0] - loss[0]).abs() < 1e-6);
+            let off = toy::distance(&split.optimizer.first, &whole.optimizer.first);
+            assert!(off < 1e-5, "passes of {micro}: {off}");
+        }
+    }
+
+    #[test]
+    fn every_weight_gets_a_gradient() {
+        let (learner, _) = steps(&Sft { batch: 200, loss: Trained::All, ..Sft::default() }, 2, 1);
+        for (name, first) in learner.optimizer.first.iter() {
+            assert!(first.data().iter().any(|&m| m != 0.0), "{name} got none");
+        }
+    }
+}

@@ -210,7 +210,7 @@ impl Start {
         tasks.iter().for_each(|task| hash.update(task.hash()));
         let (decoder, tokenizer) = match &recipe.model.from {
             Some(from) => {
-                let loaded = checkpoint::load(&options.workspace_root.join(from), false)?;
+                let loaded = checkpoint::load(&checkpoint::find(&options.workspace_root.join(from))?, false)?;
                 hash.update(&loaded.hash);
                 let tokenizer = recipe.tokenizer(tasks, Some(&loaded.tokenizer))?;
                 (loaded.decoder, tokenizer)
