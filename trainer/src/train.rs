@@ -524,3 +524,6 @@ fn prune(checkpoints: &Path, keep: usize) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
