@@ -1,4 +1,31 @@
 //! Models, data, training stages, the rollout engine and checkpoints: everything between a recipe and a checkpoint.
+//!
+//! A recipe is trained with [`train::train`], and what it leaves answers through [`engine::Engine`]:
+//!
+//! ```
+//! use hone_trainer::{engine::Engine, recipe::Recipe, train::{TrainOptions, train}};
+//!
+//! # fn main() -> hone_runs::Result<()> {
+//! let recipe = Recipe::parse("
+//! model: {preset: hybrid-nano}
+//! compute: {tokens: 3k}
+//! stages:
+//!   - sft: {task: addition, digits: 1}
+//!   - rl: {task: addition, digits: 1, prompts: 4, max_tokens: 4}
+//! ", "recipe.yaml", &["stages.0.sft.lr=2e-3".into()])?;
+//!
+//! # let dir = tempfile::tempdir().unwrap();
+//! # let out = dir.path().join("run");
+//! // The folder gets checkpoints, metrics and a manifest. An observer (here none) would see every step.
+//! let options = TrainOptions { out: out.clone(), seed: 1, threads: 1, ..TrainOptions::default() };
+//! let outcome = train(&recipe, &options, &mut ())?;
+//! assert!(outcome.tokens >= 3000);
+//!
+//! let engine = Engine::load(&out, 1)?;
+//! assert_eq!(engine.logprobs(&[vec![49, 43, 50]])?[0].logprobs.len(), 2);
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod advantage;
 pub mod alarm;
