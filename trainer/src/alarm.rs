@@ -45,8 +45,10 @@ const RULES: [Rule; 10] = [
         name: "logprob-drift",
         metric: "rollout/logprob_exp_diff_mean",
         shows: |value, _| value > 0.01,
-        cause: "the trainer's log-probs of sampled tokens differ from the sampler's: low precision in the head or the lightning state, a stale cache, or another temperature",
-        remedy: "keep head and state in FP32 on both sides, clear caches at each change of weights, and score at the sampling temperature",
+        cause: "the trainer's log-probs of sampled tokens differ from the sampler's: low precision in the head \
+                or the lightning state, a stale cache, or another temperature",
+        remedy: "keep head and state in FP32 on both sides, clear caches at each change of weights, and score at \
+                the sampling temperature",
     },
     Rule {
         name: "route-drift",
@@ -59,21 +61,25 @@ const RULES: [Rule; 10] = [
         name: "groups-equal",
         metric: "rl/zero_std_share",
         shows: |value, _| value > 0.8,
-        cause: "nearly all groups have equal rewards, so hardly any advantage is left: the task is too hard or too easy for the model",
-        remedy: "give the stage before it more compute or an easier task where rewards are low, a harder task where they are high; raise group or resample",
+        cause: "nearly all groups have equal rewards, so hardly any advantage is left: the task is too hard or \
+                too easy for the model",
+        remedy: "give the stage before it more compute or an easier task where rewards are low, a harder task \
+                where they are high; raise group or resample",
     },
     Rule {
         name: "entropy-collapse",
         metric: "rl/entropy",
         shows: |value, of| value < 0.02 && of("rl/reward").is_some_and(|r| r < 0.8),
-        cause: "samples are nearly identical while the reward is not there yet: the learning rate or the ratio cap is too high, or the temperature too low",
+        cause: "samples are nearly identical while the reward is not there yet: the learning rate or the ratio \
+                cap is too high, or the temperature too low",
         remedy: "lower the stage's lr or ratio_cap, raise its temperature, or sample more prompts",
     },
     Rule {
         name: "clipped-tokens",
         metric: "rl/clipped_share",
         shows: |value, _| value > 0.2,
-        cause: "the ratio's band changes the gradient of many tokens: PPO-style clipping drops rare tokens that turn an answer",
+        cause: "the ratio's band changes the gradient of many tokens: PPO-style clipping drops rare tokens that \
+                turn an answer",
         remedy: "use cispo, or a higher ratio_cap; fewer epochs and minibatches",
     },
     Rule {
@@ -90,14 +96,16 @@ const RULES: [Rule; 10] = [
             of("rl/length_right").is_some_and(|right| value > 1.5 * right)
                 && of("rl/truncated_share").is_some_and(|t| t > 0.05)
         },
-        cause: "wrong completions grow longer than right ones and meet the window: their tails take over the gradient",
+        cause: "wrong completions grow longer than right ones and meet the window: their tails take over the \
+                gradient",
         remedy: "set a repetition stop, normaliser: sequence-mean, and a lower clip and ratio_cap",
     },
     Rule {
         name: "ratio-far",
         metric: "rollout/logprob_diff_max",
         shows: |value, _| value > 0.05,
-        cause: "importance ratios are not 1 before the first update: tempered sampling is not replayed, tokens were re-encoded, or kernels depend on the batch",
+        cause: "importance ratios are not 1 before the first update: tempered sampling is not replayed, tokens \
+                were re-encoded, or kernels depend on the batch",
         remedy: "use the same temperature on both sides, and pass token ids, never text",
     },
     Rule {
