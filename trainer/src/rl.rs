@@ -397,13 +397,16 @@ impl Drift {
         }
     }
 
-    fn metrics(&self) -> [(&'static str, f64); 4] {
-        let tokens = self.tokens.max(1.0);
-        [
+    /// None at all where no token was looked at: absence must not read as agreement.
+    fn metrics(&self) -> Vec<(&'static str, f64)> {
+        if self.tokens == 0.0 {
+            return Vec::new();
+        }
+        vec![
             ("rollout/logprob_diff_max", self.max),
-            ("rollout/logprob_exp_diff_mean", self.exp / tokens),
-            ("rollout/bit_diff_share", self.other_bits / tokens),
-            ("rollout/route_diff_share", self.other_routes / tokens),
+            ("rollout/logprob_exp_diff_mean", self.exp / self.tokens),
+            ("rollout/bit_diff_share", self.other_bits / self.tokens),
+            ("rollout/route_diff_share", self.other_routes / self.tokens),
         ]
     }
 }
