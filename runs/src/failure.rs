@@ -134,7 +134,7 @@ mod tests {
         let error: std::result::Result<(), _> = Err("disk full");
         assert_eq!(
             error.context(Class::Other, || "Cannot write".into()).unwrap_err().message,
-            "Cannot write: disk full"
+            "Cannot write: disk full."
         );
     }
 }
