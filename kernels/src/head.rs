@@ -70,7 +70,7 @@ pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], tempe
         });
         for (group, softmax) in block.iter().zip(&stats) {
             for p in group.clone() {
-                scores.logprob[p] = softmax.logprob(scores.logprob[p], inverse);
+                scores.logprob[p] = logprob(scores.logprob[p], inverse, softmax.most, softmax.sum.ln());
                 scores.entropy[p] = softmax.entropy();
                 scores.lse[p] = softmax.lse();
             }
@@ -145,7 +145,8 @@ pub fn distributions(hidden: &Tensor, head: &Tensor, temperature: f32, out: &mut
                     for (from, to) in tiles.ranges() {
                         absorb(s, &row[from..to], inverse, &mut softmax, temporary);
                     }
-                    row.iter_mut().for_each(|x| *x = softmax[0].logprob(*x, inverse));
+                    let (most, log) = (softmax[0].most, softmax[0].sum.ln());
+                    row.iter_mut().for_each(|x| *x = logprob(*x, inverse, most, log));
                 });
             }
         });
@@ -240,12 +241,6 @@ impl Softmax {
         Self { most, sum: sum + more, moment: moment + further }
     }
 
-    /// The maximum is taken off before the logarithm, so that large logits cost no digits.
-    #[inline(always)]
-    fn logprob(&self, logit: f32, inverse: f32) -> f32 {
-        logit * inverse - self.most - self.sum.ln()
-    }
-
     fn entropy(&self) -> f32 {
         self.sum.ln() - self.moment / self.sum
     }
@@ -253,6 +248,12 @@ impl Softmax {
     fn lse(&self) -> f32 {
         self.most + self.sum.ln()
     }
+}
+
+/// The maximum goes before the logarithm of the sum, so that large logits cost no digits.
+#[inline(always)]
+fn logprob(logit: f32, inverse: f32, most: f32, log_sum: f32) -> f32 {
+    logit * inverse - most - log_sum
 }
 
 /// Takes a tile of logits, one row a softmax, into the softmaxes.
@@ -265,7 +266,13 @@ fn absorb<S: Simd>(s: S, logits: &[f32], inverse: f32, softmaxes: &mut [Softmax]
         for (d, x) in shifted.iter_mut().zip(row) {
             *d = x * inverse - most;
         }
-        simd::update(s, shifted, powers, |x, _| exp(s, x));
+        simd::update(
+            s,
+            shifted,
+            powers,
+            #[inline(always)]
+            |x, _| exp(s, x),
+        );
         let tile = Softmax { most, sum: simd::sum(s, powers), moment: simd::dot(s, powers, shifted) };
         *softmax = softmax.join(tile);
     }
@@ -275,7 +282,12 @@ fn absorb<S: Simd>(s: S, logits: &[f32], inverse: f32, softmaxes: &mut [Softmax]
 #[inline(always)]
 fn weighed_probabilities<S: Simd>(s: S, x: &mut [f32], inverse: f32, lse: f32, weight: f32) {
     let (inverse, lse, weight) = (s.splat_f32s(inverse), s.splat_f32s(-lse), s.splat_f32s(weight));
-    simd::map(s, x, |x| s.mul_f32s(weight, exp(s, s.mul_add_f32s(x, inverse, lse))));
+    simd::map(
+        s,
+        x,
+        #[inline(always)]
+        |x| s.mul_f32s(weight, exp(s, s.mul_add_f32s(x, inverse, lse))),
+    );
 }
 
 /// The same in float64 from whole rows of logits.

@@ -14,7 +14,13 @@ pub fn silu(x: &Tensor, out: &mut Tensor) {
     out.resize(x.shape());
     for_rows(x.len(), EXPONENTIAL, elements(out), |first, out| {
         let x = &x.data()[first..first + out.data.len()];
-        dispatch!(|s| zip(s, [x], [out.data], |[x]| [s.mul_f32s(x, sigmoid(s, x))]));
+        dispatch!(|s| zip(
+            s,
+            [x],
+            [out.data],
+            #[inline(always)]
+            |[x]| [s.mul_f32s(x, sigmoid(s, x))]
+        ));
     });
 }
 
@@ -24,7 +30,13 @@ pub fn silu_backward(x: &Tensor, d_out: &Tensor, dx: &mut Tensor) {
     for_rows(x.len(), EXPONENTIAL, elements(dx), |first, dx| {
         let here = first..first + dx.data.len();
         let inputs = [&x.data()[here.clone()], &d_out.data()[here]];
-        dispatch!(|s| zip(s, inputs, [dx.data], |[x, g]| [s.mul_f32s(g, silu_and_slope(s, x).1)]));
+        dispatch!(|s| zip(
+            s,
+            inputs,
+            [dx.data],
+            #[inline(always)]
+            |[x, g]| [s.mul_f32s(g, silu_and_slope(s, x).1)]
+        ));
     });
 }
 
@@ -35,7 +47,13 @@ pub fn gated(x: &Tensor, gate: &Tensor, out: &mut Tensor) {
     for_rows(x.len(), EXPONENTIAL, elements(out), |first, out| {
         let here = first..first + out.data.len();
         let inputs = [&x.data()[here.clone()], &gate.data()[here]];
-        dispatch!(|s| zip(s, inputs, [out.data], |[x, gate]| [s.mul_f32s(x, sigmoid(s, gate))]));
+        dispatch!(|s| zip(
+            s,
+            inputs,
+            [out.data],
+            #[inline(always)]
+            |[x, gate]| [s.mul_f32s(x, sigmoid(s, gate))]
+        ));
     });
 }
 
@@ -46,12 +64,18 @@ pub fn gated_backward(x: &Tensor, gate: &Tensor, d_out: &Tensor, dx: &mut Tensor
     for_rows(x.len(), EXPONENTIAL, (elements(dx), elements(d_gate)), |first, (dx, d_gate)| {
         let here = first..first + dx.data.len();
         let inputs = [&x.data()[here.clone()], &gate.data()[here.clone()], &d_out.data()[here]];
-        dispatch!(|s| zip(s, inputs, [dx.data, d_gate.data], |[x, gate, g]| {
-            let open = sigmoid(s, gate);
-            let dx = s.mul_f32s(g, open);
-            let closed = s.sub_f32s(s.splat_f32s(1.0), open);
-            [dx, s.mul_f32s(s.mul_f32s(dx, x), closed)]
-        }));
+        dispatch!(|s| zip(
+            s,
+            inputs,
+            [dx.data, d_gate.data],
+            #[inline(always)]
+            |[x, gate, g]| {
+                let open = sigmoid(s, gate);
+                let dx = s.mul_f32s(g, open);
+                let closed = s.sub_f32s(s.splat_f32s(1.0), open);
+                [dx, s.mul_f32s(s.mul_f32s(dx, x), closed)]
+            }
+        ));
     });
 }
 
@@ -79,15 +103,27 @@ pub fn swiglu_backward(gate: &Tensor, up: &Tensor, d_out: &Tensor, d_gate: &mut 
 
 /// [`swiglu`] of slices, on this thread.
 pub(crate) fn swiglu_slice(gate: &[f32], up: &[f32], out: &mut [f32]) {
-    dispatch!(|s| zip(s, [gate, up], [out], |[gate, up]| { [s.mul_f32s(s.mul_f32s(gate, sigmoid(s, gate)), up)] }));
+    dispatch!(|s| zip(
+        s,
+        [gate, up],
+        [out],
+        #[inline(always)]
+        |[gate, up]| { [s.mul_f32s(s.mul_f32s(gate, sigmoid(s, gate)), up)] }
+    ));
 }
 
 /// [`swiglu_backward`] of slices, on this thread.
 pub(crate) fn swiglu_backward_slice(gate: &[f32], up: &[f32], d_out: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) {
-    dispatch!(|s| zip(s, [gate, up, d_out], [d_gate, d_up], |[gate, up, g]| {
-        let (silu, slope) = silu_and_slope(s, gate);
-        [s.mul_f32s(s.mul_f32s(g, up), slope), s.mul_f32s(g, silu)]
-    }));
+    dispatch!(|s| zip(
+        s,
+        [gate, up, d_out],
+        [d_gate, d_up],
+        #[inline(always)]
+        |[gate, up, g]| {
+            let (silu, slope) = silu_and_slope(s, gate);
+            [s.mul_f32s(s.mul_f32s(g, up), slope), s.mul_f32s(g, silu)]
+        }
+    ));
 }
 
 /// `out = a · x + b · y`: residual connections, plain and scaled (DeepNorm). `out` is resized.
@@ -97,9 +133,13 @@ pub fn combine(a: f32, x: &Tensor, b: f32, y: &Tensor, out: &mut Tensor) {
     for_rows(x.len(), 1, elements(out), |first, out| {
         let here = first..first + out.data.len();
         let inputs = [&x.data()[here.clone()], &y.data()[here]];
-        dispatch!(|s| zip(s, inputs, [out.data], |[x, y]| {
-            [s.mul_add_f32s(s.splat_f32s(a), x, s.mul_f32s(s.splat_f32s(b), y))]
-        }));
+        dispatch!(|s| zip(
+            s,
+            inputs,
+            [out.data],
+            #[inline(always)]
+            |[x, y]| { [s.mul_add_f32s(s.splat_f32s(a), x, s.mul_f32s(s.splat_f32s(b), y))] }
+        ));
     });
 }
 

@@ -80,14 +80,29 @@ fn score<S: Simd>(s: S, scoring: Scoring, experts: usize, scores: &mut [f32]) {
         Scoring::Softmax => {
             for row in scores.chunks_exact_mut(experts) {
                 let most = s.splat_f32s(max(s, row));
-                map(s, row, |x| exp(s, s.sub_f32s(x, most)));
+                map(
+                    s,
+                    row,
+                    #[inline(always)]
+                    |x| exp(s, s.sub_f32s(x, most)),
+                );
                 let total = s.splat_f32s(sum(s, row));
-                map(s, row, |x| s.div_f32s(x, total));
+                map(
+                    s,
+                    row,
+                    #[inline(always)]
+                    |x| s.div_f32s(x, total),
+                );
             }
         }
         Scoring::SigmoidBias => {
             let one = s.splat_f32s(1.0);
-            map(s, scores, |x| s.div_f32s(one, s.add_f32s(one, exp(s, s.neg_f32s(x)))));
+            map(
+                s,
+                scores,
+                #[inline(always)]
+                |x| s.div_f32s(one, s.add_f32s(one, exp(s, s.neg_f32s(x)))),
+            );
         }
     }
 }
