@@ -30,6 +30,8 @@ pub struct Engine {
     pub pool: Pool,
     /// Hash of the model it was loaded from, if it was.
     pub model_hash: Option<String>,
+    /// Hash of the checkpoint it was loaded from, the trainer's state included, if it was: what a run's result names.
+    pub checkpoint_hash: Option<String>,
 }
 
 /// Log-probs of a token sequence: a line of `hone logprobs`.
@@ -49,7 +51,13 @@ impl Engine {
     pub fn load(path: &Path, threads: usize) -> Result<Self> {
         let loaded = checkpoint::load(&checkpoint::find(path)?, false)?;
         let pool = Pool::new(threads).context(Class::Infrastructure, || "Cannot start the worker threads".into())?;
-        Ok(Self { decoder: loaded.decoder, tokenizer: loaded.tokenizer, pool, model_hash: Some(loaded.model_hash) })
+        Ok(Self {
+            decoder: loaded.decoder,
+            tokenizer: loaded.tokenizer,
+            pool,
+            model_hash: Some(loaded.model_hash),
+            checkpoint_hash: Some(loaded.hash),
+        })
     }
 
     /// Log-probs of each of `sequences`.
@@ -172,6 +180,7 @@ impl LanguageModel for Engine {
     fn identity(&self) -> serde_json::Map<String, serde_json::Value> {
         let mut identity = serde_json::Map::new();
         identity.insert("model".into(), self.model_hash.clone().into());
+        identity.insert("checkpoint".into(), self.checkpoint_hash.clone().into());
         identity.insert("engine".into(), concat!("hone-trainer ", env!("CARGO_PKG_VERSION")).into());
         identity.insert("dtype".into(), "f32".into());
         identity.insert("device".into(), "cpu".into());

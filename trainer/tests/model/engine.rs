@@ -17,7 +17,7 @@ fn tokenizer() -> Tokenizer {
 
 fn engine(decoder: Decoder) -> Engine {
     assert_eq!(tokenizer().vocab_size(), VOCAB);
-    Engine { decoder, tokenizer: tokenizer(), pool: pool(2), model_hash: None }
+    Engine { decoder, tokenizer: tokenizer(), pool: pool(2), model_hash: None, checkpoint_hash: None }
 }
 
 fn strings(texts: &[&str]) -> Vec<String> {
