@@ -48,7 +48,7 @@ impl Series {
         let sxy: f64 = tail.iter().map(|p| (p.step as f64 - x_mean) * (p.value - y_mean)).sum();
         let slope = if sxx > 0.0 { sxy / sxx } else { 0.0 };
         let residual = |p: &&Point| (p.value - y_mean - slope * (p.step as f64 - x_mean)).powi(2);
-        let squares: f64 = tail.iter().map(|p| residual(p)).sum();
+        let squares: f64 = tail.iter().map(residual).sum();
         Self {
             n: finite.len(),
             nonfinite,

@@ -329,7 +329,7 @@ fn splice(text: &str, old: &Value, key: &str, value: &Value, json: bool) -> Opti
     let document = Document::new(text).ok()?;
     let splice = |from: usize, to: usize, with: &str| Some([&text[..from], with, &text[to..]].concat());
 
-    if rest.is_empty() || !node.as_object().is_some_and(|m| !m.is_empty()) {
+    if rest.is_empty() || node.as_object().is_none_or(|m| m.is_empty()) {
         // The value itself, or a null or empty mapping in place of which the new mapping comes.
         let with = flow(&below(rest), json);
         if route.is_empty() {

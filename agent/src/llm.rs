@@ -50,7 +50,7 @@ enum Problem {
     /// There is no proposal in it, or one that cannot be carried out.
     Unusable(String),
     /// A proposal that will be refused at admission, and is recorded there if the model insists.
-    Inadmissible(String, Proposal),
+    Inadmissible(String, Box<Proposal>),
 }
 
 impl Llm {
@@ -96,7 +96,7 @@ impl Llm {
                         ));
                 }
                 // Admission refuses it under its own name.
-                Problem::Inadmissible(_, proposal) if turn == 2 => break Ok(proposal),
+                Problem::Inadmissible(_, proposal) if turn == 2 => break Ok(*proposal),
                 Problem::Unusable(text) | Problem::Inadmissible(text, _) => {
                     let repair = prompts.render("repair.hbs", &json!({ "problem": text }))?;
                     transcript.push(Message::user(masker.mask(&repair)));
@@ -161,7 +161,7 @@ impl Llm {
         if let Some(file) = outside {
             let text =
                 format!("`{file}` may not be edited; only files that match {} may.", observation.edit.join(", "));
-            return Err(Problem::Inadmissible(text, proposal));
+            return Err(Problem::Inadmissible(text, Box::new(proposal)));
         }
         let changed = apply_edits(&observation.files, &proposal.edits).map_err(|f| {
             Problem::Unusable(match f.hint {
@@ -184,7 +184,7 @@ impl Llm {
                 "round {} tried exactly this change. Propose another, or say in `differs` what is different now.",
                 past.round
             );
-            return Err(Problem::Inadmissible(text, proposal));
+            return Err(Problem::Inadmissible(text, Box::new(proposal)));
         }
         Ok(proposal)
     }

@@ -1,4 +1,4 @@
-//! Diagnoses: signs in the incumbent's curves and alarms of what commonly goes wrong, each with its likely cause and the
+//! Diagnoses: signs in the incumbent's curves of what commonly goes wrong, each with its likely cause and the
 //! edits of the recipe that mend it, most urgent first. Looks at one incumbent only; what was tried before is the search's.
 //!
 //! Signs and remedies are those of MiniMax-M1 (arXiv:2506.13585 §3.2, §5), DAPO (arXiv:2503.14476) and ScaleRL
@@ -41,14 +41,18 @@ const SOLVED: f64 = 0.8;
 const CLIPPED: f64 = 0.1;
 /// Share of completions cut off (ScaleRL: 10–15% warn of instability).
 const TRUNCATED: f64 = 0.12;
-/// Standard errors that a rise over the last quarter must have.
+/// Standard errors that a turn for the worse over the last quarter must have.
 const CLEAR: f64 = 3.0;
-/// Relative fall of a loss over the last quarter that is steep.
+/// Standard errors that progress over the last quarter must have: to look for more where there is none costs little.
+const LIKELY: f64 = 2.0;
+/// Relative rise of a loss over the last quarter that is steep.
 const STEEP: f64 = 0.05;
-/// Rise of a reward over the last quarter that is steep.
+/// Relative fall of a loss over the last quarter that is not done, though the learning rate is low by then.
+const FALLING: f64 = 0.02;
+/// Rise or fall of a reward over the last quarter that is steep.
 const STEEP_REWARD: f64 = 0.02;
-/// Largest gradient norm over the usual one: above, training is spiky.
-const SPIKY: f64 = 10.0;
+/// Scatter of the gradient norm over the last quarter, relative to its mean: above, training is spiky.
+const SPIKY: f64 = 1.0;
 
 /// All findings, most urgent first.
 pub fn diagnose(observation: &Observation, space: &Space) -> Vec<Finding> {
@@ -62,6 +66,7 @@ pub fn diagnose(observation: &Observation, space: &Space) -> Vec<Finding> {
         truncated,
         long_negatives,
         still_improving,
+        too_large,
     ];
     let stages = stages(observation, space);
     let see = |rule: fn(&Sight) -> Option<Finding>| {
@@ -103,10 +108,6 @@ impl Sight<'_> {
         self.observation.curves.get(&format!("stages.{}/{name}", self.stage)).filter(|s| s.n > 0)
     }
 
-    fn alarmed(&self, name: &str) -> bool {
-        self.observation.alarms.iter().any(|alarm| alarm.name == name)
-    }
-
     fn mean(&self, name: &str) -> Option<f64> {
         Some(self.curve(name)?.tail_mean)
     }
@@ -129,6 +130,7 @@ impl Sight<'_> {
         (exists && known.is_none_or(|now| !same(now, &value))).then(|| vec![(key.to_string(), value)])
     }
 
+    /// A finding with those remedies that the recipe can take.
     fn find(&self, rule: &'static str, because: String, remedies: impl IntoIterator<Item = Option<Remedy>>) -> Finding {
         Finding { rule, because, remedies: remedies.into_iter().flatten().collect() }
     }
@@ -146,7 +148,7 @@ fn clarity(series: &Series) -> f64 {
 }
 
 fn calm(sight: &Sight) -> bool {
-    sight.curve("train/grad_norm").is_none_or(|norm| norm.nonfinite == 0 && norm.max < SPIKY * norm.tail_mean)
+    sight.curve("train/grad_norm").is_none_or(|norm| norm.nonfinite == 0 && norm.tail_noise < SPIKY * norm.tail_mean)
 }
 
 fn diverging(sight: &Sight) -> Option<Finding> {
@@ -179,7 +181,7 @@ fn diverging(sight: &Sight) -> Option<Finding> {
 
 fn under_eps(sight: &Sight) -> Option<Finding> {
     let share = sight.mean("train/grad_under_eps")?;
-    (share > UNDER_EPS || sight.alarmed("under-eps")).then(|| {
+    (share > UNDER_EPS).then(|| {
         let because = format!(
             "{:.0}% of the gradient of {} is smaller than Adam's ε, which then decides the step",
             100.0 * share,
@@ -287,33 +289,50 @@ fn long_negatives(sight: &Sight) -> Option<Finding> {
     })
 }
 
+/// The fall of a supervised loss over the last quarter, where it is not done and the gradient is calm.
+fn falling<'a>(sight: &Sight<'a>) -> Option<&'a Series> {
+    let loss = sight.observation.curves.get(&format!("stages.{}/train/loss", sight.stage))?;
+    let falls = loss.tail_rise < -FALLING * loss.tail_mean.abs() && clarity(loss) < -LIKELY;
+    (sight.kind == "sft" && falls && calm(sight)).then_some(loss)
+}
+
 fn still_improving(sight: &Sight) -> Option<Finding> {
     let place = sight.place();
-    let factor = if sight.kind == "rl" { 2.0 } else { 3.0 };
-    let remedies = || {
+    let remedies = |factor: f64| {
         [
             sight.times("lr", factor),
-            sight.times("share", 2.0),
             sight.times("batch", 0.5),
+            sight.times("share", 2.0),
             sight.times("lr", factor.sqrt()),
+            sight.times("batch", 0.25),
         ]
     };
-    if !calm(sight) {
-        return None;
-    }
     if let Some(reward) = sight.curve("rl/reward") {
-        return (reward.tail_rise > STEEP_REWARD && clarity(reward) > CLEAR).then(|| {
+        let rises = reward.tail_rise > STEEP_REWARD && clarity(reward) > LIKELY && calm(sight);
+        return rises.then(|| {
             let (rise, mean) = (reward.tail_rise, reward.tail_mean);
             let because = format!("the reward of {place} still rose by {rise:.3} over the last quarter (to about {mean:.3}) with a calm gradient: it is not done");
-            sight.find("still-improving", because, remedies())
+            sight.find("still-improving", because, remedies(2.0))
         });
     }
-    let loss = sight.curve("train/loss")?;
-    (sight.kind == "sft" && loss.tail_rise < -STEEP * loss.tail_mean.abs() && clarity(loss) < -CLEAR).then(|| {
+    falling(sight).map(|loss| {
         let (fall, mean) = (-loss.tail_rise, loss.tail_mean);
         let because = format!("the loss of {place} still fell by {fall:.3} over the last quarter (to about {mean:.3}) with a calm gradient: it is not done");
-        sight.find("still-improving", because, remedies())
+        sight.find("still-improving", because, remedies(3.0))
     })
+}
+
+/// Hoffmann et al. (arXiv:2203.15556): under a budget of operations, a model that is still improving is too large for it.
+fn too_large(sight: &Sight) -> Option<Finding> {
+    let loss = falling(sight).filter(|_| sight.space.known.contains_key("compute.flops"))?;
+    let because = format!(
+        "the loss of {} still fell by {:.3} over the last quarter, and operations are what is counted: a smaller model gets more updates from them",
+        sight.place(),
+        -loss.tail_rise
+    );
+    let remedies = ["model.hidden_size", "model.layers"]
+        .map(|key| Some(vec![(key.to_string(), sight.space.dimension(key)?.smaller()?)]));
+    Some(sight.find("too-large", because, remedies))
 }
 
 impl Finding {
@@ -326,7 +345,7 @@ impl Finding {
     }
 }
 
-/// `optimizer.lr from 0.001 to 0.003, and …`.
+/// `optimizer.lr from 0.001 to 0.003 and …`.
 pub fn describe(space: &Space, remedy: &Remedy) -> String {
     let one = |(key, value): &(String, Value)| {
         let now = space.known.get(key).or_else(|| space.dimension(key)?.current.as_ref());
@@ -335,5 +354,10 @@ pub fn describe(space: &Space, remedy: &Remedy) -> String {
             None => format!("{key} to {}", show(value)),
         }
     };
-    remedy.iter().map(one).collect::<Vec<_>>().join(", and ")
+    let all: Vec<String> = remedy.iter().map(one).collect();
+    match &all[..] {
+        [one] => one.clone(),
+        [first @ .., last] => format!("{} and {last}", first.join(", ")),
+        [] => String::new(),
+    }
 }

@@ -115,11 +115,16 @@ impl Searching<'_> {
         Some(Proposal { title, hypothesis, edits, predicted_effect: predicted, differs: None, source: source.into() })
     }
 
+    /// The most urgent finding's first remedy, one on a key that no round has turned before one that turns it again: what another key
+    /// can do is known less.
     fn diagnosed(&self) -> Option<Proposal> {
+        let turned: BTreeSet<&String> = self.tried.iter().flatten().map(|(key, _)| key).collect();
         diagnose(self.observation, self.space).iter().find_map(|finding| {
             let source = format!("search/rule/{}", finding.rule);
+            let again = |remedy: &&Remedy| remedy.iter().any(|(key, _)| turned.contains(key));
+            let (again, fresh): (Vec<_>, Vec<_>) = finding.remedies.iter().partition(again);
             let hypothesis = |remedy| finding.hypothesis(self.space, remedy);
-            finding.remedies.iter().find_map(|remedy| self.proposal(remedy, &source, hypothesis(remedy)))
+            fresh.into_iter().chain(again).find_map(|remedy| self.proposal(remedy, &source, hypothesis(remedy)))
         })
     }
 
@@ -201,7 +206,7 @@ impl Searching<'_> {
                 }
                 let trials = self.trials(dimension);
                 let (value, ground) = match self.ask(dimension, &trials, &mut rng) {
-                    Some(value) => (value, format!("TPE over {} trials", trials.len())),
+                    Some(value) => (value, format!("TPE over {} rounds", rounds(&trials))),
                     None => (near(dimension, attempt, &mut rng), "a step from where it stands".to_string()),
                 };
                 let stays = dimension.current.as_ref().is_some_and(|now| same(now, &value));
@@ -213,7 +218,7 @@ impl Searching<'_> {
             let hypothesis = || {
                 let change = describe(self.space, &remedy);
                 format!(
-                    "No sign in the curves calls for a known remedy; drawn: {}. Therefore {change}.",
+                    "The curves show no sign with an untried remedy; drawn: {}. Therefore {change}.",
                     grounds.join(", ")
                 )
             };
@@ -228,7 +233,7 @@ impl Searching<'_> {
             let prior = if d.key.starts_with("model.") { MODEL_WEIGHT } else { named };
             let trials = self.trials(d);
             let best = trials.iter().map(|(_, gain)| *gain).fold(0.0, f64::max);
-            prior * (1.0 + (best / self.observation.metric.min_effect).min(4.0)) / (1.0 + 0.25 * trials.len() as f64)
+            prior * (1.0 + (best / self.observation.metric.min_effect).min(4.0)) / (1.0 + rounds(&trials) as f64)
         };
         let weights: Vec<f64> = self.space.dimensions.iter().map(weight).collect();
         let mut left = rng.random::<f64>() * weights.iter().sum::<f64>();
@@ -291,6 +296,11 @@ impl Searching<'_> {
         // A category comes as its index.
         Some(dimension.value(if scale > 1.0 { (asked.floor() + 0.5) / scale } else { asked }))
     }
+}
+
+/// Each round of a key's trials is two of them: where it came from and where it went.
+fn rounds(trials: &[(Value, f64)]) -> usize {
+    trials.len().div_ceil(2)
 }
 
 /// A value near the present one: a fifth of the range away, more with every fruitless attempt; another choice.

@@ -4,6 +4,7 @@
 //! A mark is `{"low": a, "high": b, "scale": "log" | "linear"}` or `{"choices": […], "scale": "choice"}`. A key that the
 //! recipe does not name stands at its schema's default.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 
 use serde_json::Value;
@@ -52,11 +53,17 @@ impl Space {
     pub fn of(schema: &Value, recipe: &Value) -> Self {
         let mut space = Self::default();
         walk(&mut space, schema, schema, Some(recipe), None, String::new());
-        for i in 0..space.dimensions.len() {
-            if space.dimensions[i].current.is_none() {
-                space.dimensions[i].current = space.inherited(&space.dimensions[i].key);
-            }
-        }
+        // Of a single stage, what it inherits is turned where it comes from, and its share of the compute is all of it.
+        let single = recipe["stages"].as_array().is_none_or(|stages| stages.len() < 2);
+        let mut dimensions = std::mem::take(&mut space.dimensions);
+        dimensions.retain_mut(|dimension| {
+            let in_stage = dimension.key.starts_with("stages.");
+            let inherited = if dimension.current.is_none() { space.inherited(&dimension.key) } else { None };
+            let idle = single && in_stage && (inherited.is_some() || dimension.name() == "share");
+            dimension.current = dimension.current.take().or(inherited);
+            !idle
+        });
+        space.dimensions = dimensions;
         space
     }
 
@@ -111,6 +118,22 @@ impl Dimension {
         let now = self.current.as_ref()?;
         let new = self.number(now.as_f64()? * factor);
         (!same(&new, now)).then_some(new)
+    }
+
+    /// The next smaller size: half of a number, the next lower choice. Where it is not known where the key stands, the smallest.
+    pub fn smaller(&self) -> Option<Value> {
+        match (&self.domain, &self.current) {
+            (_, None) => Some(self.value(0.0)),
+            (Domain::Range { .. }, Some(_)) => self.scaled(0.5),
+            (Domain::Choice(choices), Some(now)) => {
+                let below = |c: &&Value| c.as_f64().zip(now.as_f64()).is_some_and(|(c, now)| c < now);
+                choices
+                    .iter()
+                    .filter(below)
+                    .max_by(|a, b| a.as_f64().partial_cmp(&b.as_f64()).unwrap_or(Ordering::Equal))
+                    .cloned()
+            }
+        }
     }
 
     /// A number of this dimension: in the range, whole where it must be, else rounded to two digits.
@@ -313,6 +336,22 @@ mod tests {
         assert_eq!(found, expected);
         assert!(matches!(space.dimensions[4].domain, Domain::Range { integer: true, log: true, .. }));
         assert_eq!(space.known["optimizer.seed_free"], json!(true));
+    }
+
+    #[test]
+    fn a_single_stage_is_turned_where_its_values_come_from() {
+        let keys = |recipe| space(recipe).dimensions.into_iter().map(|d| d.key).collect::<Vec<_>>();
+        assert!(!keys(json!({"stages": [{"sft": {}}]})).contains(&"stages.0.sft.lr".to_string()));
+        assert!(keys(json!({"stages": [{"sft": {"lr": 1e-3}}]})).contains(&"stages.0.sft.lr".to_string()));
+    }
+
+    #[test]
+    fn smaller_sizes_are_found() {
+        let layers = |recipe| space(recipe).dimension("model.layers").unwrap().smaller();
+        assert_eq!((layers(json!({})), layers(json!({"model": {"layers": 8}}))), (Some(json!(2)), Some(json!(4))));
+        let widths = Domain::Choice(vec![json!(48), json!(64), json!(96)]);
+        let width = |now| Dimension { key: "w".into(), domain: widths.clone(), current: Some(now) }.smaller();
+        assert_eq!((width(json!(96)), width(json!(48))), (Some(json!(64)), None));
     }
 
     #[test]

@@ -133,15 +133,39 @@ fn a_rule_that_failed_offers_its_next_remedy() {
     let mut observation = observation();
     observation.curves.insert("stages.0/train/loss".into(), curve(2.0, 0.5, -0.1));
     let mut keys = Vec::new();
-    for _ in 0..4 {
+    for _ in 0..5 {
         let proposal = propose(&observation);
         assert_eq!(proposal.source, "search/rule/still-improving");
         keys.push((sets(&proposal)[0].0.to_string(), sets(&proposal)[0].1.clone()));
         play(&mut observation, proposal, 0.0);
     }
-    let expected = [("lr", json!(0.003)), ("share", json!(2.0)), ("batch", json!(512)), ("lr", json!(0.0017))];
+    let expected = [
+        ("lr", json!(0.003)),
+        ("batch", json!(512)),
+        ("share", json!(2.0)),
+        ("lr", json!(0.0017)),
+        ("batch", json!(256)),
+    ];
     assert_eq!(keys, expected.map(|(name, value)| (format!("stages.0.sft.{name}"), value)));
     assert_ne!(propose(&observation).source, "search/rule/still-improving");
+}
+
+#[test]
+fn a_model_too_large_for_its_operations_is_made_smaller() {
+    let mut observation = observation();
+    observation.curves.insert("stages.0/train/loss".into(), curve(2.0, 0.5, -0.1));
+    observation.files.insert("recipe/recipe.yaml".into(), format!("{RECIPE}compute: {{flops: 120G}}\n"));
+    observation.recipe_schema["properties"]["compute"] =
+        json!({"properties": {"flops": {"type": ["string", "integer"]}}});
+    for _ in 0..5 {
+        let proposal = propose(&observation);
+        play(&mut observation, proposal, 0.0);
+    }
+    let proposal = propose(&observation);
+    assert_eq!(
+        (proposal.source.as_str(), sets(&proposal)),
+        ("search/rule/too-large", vec![("model.layers", &json!(2))])
+    );
 }
 
 #[test]
