@@ -228,7 +228,8 @@ pub fn screen(judge: &Judge, pairs: &[Pair]) -> Screen {
             return Screen::Stop { verdict, estimate: Some(judge.estimate(&gains)), reason };
         }
     }
-    Screen::More { total: pairs.len() + 1 }
+    // Two at a time keep two cores busy; the decision is made seed by seed all the same.
+    Screen::More { total: (pairs.len() + 2).min(judge.replicates[0]) }
 }
 
 /// Seeds that a confirmation plans for, fixed before the first of them is run: the fewest with power 0.9 for the effect that screening

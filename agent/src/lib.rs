@@ -2,6 +2,7 @@
 
 pub mod admit;
 pub mod branch;
+pub mod calls;
 pub mod campaign;
 pub mod digest;
 pub mod edit;

@@ -59,6 +59,37 @@ impl Workspace {
         self.root.join(".hone/ledger.db")
     }
 
+    /// Makes a repository of `files` (path, text) in `root`, with one commit by Hone on `main`; gives the commit's id.
+    ///
+    /// # Errors
+    /// `Usage` when `root` holds something already; `Infrastructure` when it cannot be written.
+    pub fn create(root: &Path, files: &[(&str, &str)]) -> Result<String> {
+        if fs::read_dir(root).is_ok_and(|mut entries| entries.next().is_some()) {
+            return Err(Failure::new(Class::Usage, format!("{} is not empty.", root.display()))
+                .hint("name a folder that does not exist yet"));
+        }
+        let failed = || format!("The workspace {} cannot be made", root.display());
+        for (path, text) in files {
+            let path = root.join(path);
+            path.parent()
+                .map_or(Ok(()), fs::create_dir_all)
+                .and_then(|()| fs::write(&path, text))
+                .context(Class::Infrastructure, failed)?;
+        }
+        let commit = || -> std::result::Result<String, git2::Error> {
+            let mut options = git2::RepositoryInitOptions::new();
+            let repository = git2::Repository::init_opts(root, options.initial_head("main"))?;
+            let mut index = repository.index()?;
+            index.add_all(files.iter().map(|(path, _)| path), git2::IndexAddOption::FORCE, None)?;
+            index.write()?;
+            let tree = repository.find_tree(index.write_tree()?)?;
+            let hone = git2::Signature::now("Hone", "hone@localhost")?;
+            let id = repository.commit(Some("HEAD"), &hone, &hone, "Start a workspace", &tree, &[])?;
+            Ok(id.to_string())
+        };
+        commit().context(Class::Infrastructure, failed)
+    }
+
     /// Where a campaign's run folders lie.
     pub fn runs_path(&self, campaign: &str) -> PathBuf {
         self.root.join("runs").join(campaign)

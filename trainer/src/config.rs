@@ -171,7 +171,15 @@ impl Preset {
         match self {
             Preset::HybridTiny => tiny,
             Preset::HybridNano => {
-                ModelConfig { layers: 4, softmax_every: 4, intermediate_size: 96, experts: 4, ..tiny }
+                let heads = ModelConfig { heads: 2, kv_heads: 1, head_dim: 16, rotary_dim: 8, ..tiny };
+                ModelConfig {
+                    hidden_size: 32,
+                    layers: 4,
+                    softmax_every: 4,
+                    intermediate_size: 64,
+                    experts: 4,
+                    ..heads
+                }
             }
             Preset::SoftmaxTiny => ModelConfig {
                 layers: 4,

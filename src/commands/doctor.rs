@@ -1,0 +1,53 @@
+//! `hone doctor`: what this machine has, and what would stand in the way.
+
+use crate::output;
+use hone_runs::Result;
+use serde_json::{Value, json};
+
+/// Prints a line a finding; nothing here fails.
+pub fn run(json: bool) -> Result<()> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let findings = [
+        ("hone", json!(env!("CARGO_PKG_VERSION"))),
+        ("cores", json!(cores)),
+        ("vector", json!(vector())),
+        ("memory", json!(memory())),
+        ("git", json!(first_line("git", &["--version"]))),
+        ("device", json!("cpu")),
+        ("OPENAI_API_KEY", json!(if std::env::var_os("OPENAI_API_KEY").is_some() { "present" } else { "absent" })),
+    ];
+    let all: serde_json::Map<String, Value> = findings.iter().map(|(k, v)| ((*k).to_owned(), v.clone())).collect();
+    output::either(json, &all, || {
+        let line = |(name, value): &(&str, Value)| {
+            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            format!("{name:<15} {}", if value.is_null() { "not found" } else { &text })
+        };
+        findings.iter().map(line).collect::<Vec<_>>().join("\n")
+    })
+}
+
+/// The widest vector instructions that the kernels can use here.
+fn vector() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if is_x86_feature_detected!("avx512f") {
+            return "AVX-512";
+        }
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            return "AVX2 with FMA";
+        }
+    }
+    "the platform's baseline"
+}
+
+/// Memory of the machine, where the system tells.
+fn memory() -> Option<String> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib: f64 = text.lines().find(|l| l.starts_with("MemTotal:"))?.split_whitespace().nth(1)?.parse().ok()?;
+    Some(format!("{:.1} GiB", kib / f64::from(1 << 20)))
+}
+
+fn first_line(program: &str, args: &[&str]) -> Option<String> {
+    let output = std::process::Command::new(program).args(args).output().ok()?;
+    Some(String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned())
+}

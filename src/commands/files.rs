@@ -1,0 +1,93 @@
+//! `hone validate` and `hone schema`: the files that people write, checked and described.
+
+use super::{relative, root_of};
+use crate::{cli::FileKind, output, reference};
+use hone_agent::goal::Goal;
+use hone_evals::suite::{Suite, SuiteFile};
+use hone_runs::{Class, Failure, Result, config, failure::Context};
+use hone_trainer::recipe::{self, Recipe};
+use serde_json::{Value, json};
+use std::path::Path;
+
+/// Checks a file of any of the three kinds, told apart by its keys, and all that it names.
+pub fn validate(file: &Path, json: bool) -> Result<()> {
+    let name = file.display().to_string();
+    let text = std::fs::read_to_string(file).context(Class::Usage, || format!("Cannot read {name}"))?;
+    let kind = kind_of(&text, &name)?;
+    let root = root_of(file, None)?;
+    match kind {
+        FileKind::Goal => {
+            let goal = Goal::parse(&text, &name)?;
+            for suite in goal.suites() {
+                Suite::load(&root, &suite)?;
+            }
+            check_recipe(&root.join(&goal.run.recipe), &root)?;
+        }
+        FileKind::Recipe => check_recipe(file, &root)?,
+        FileKind::Suite => {
+            Suite::load(&root, &relative(file, &root)?)?;
+        }
+    }
+    let kind = label(kind);
+    output::either(json, &json!({"file": name, "kind": kind, "valid": true}), || format!("{name}: a valid {kind}."))
+}
+
+/// Reads a recipe and checks it against itself and against the files that it names.
+fn check_recipe(file: &Path, root: &Path) -> Result<()> {
+    let recipe = Recipe::read(file, &[])?;
+    recipe::estimate(&recipe, root).map(|_| ())
+}
+
+fn label(kind: FileKind) -> &'static str {
+    match kind {
+        FileKind::Goal => "goal",
+        FileKind::Recipe => "recipe",
+        FileKind::Suite => "suite",
+    }
+}
+
+/// A goal has `metric`, a suite `tasks`, a recipe what is left: told by the top-level keys, so that a slip in one of them still lands
+/// with the right schema.
+fn kind_of(text: &str, name: &str) -> Result<FileKind> {
+    let keys: Vec<&str> = text
+        .lines()
+        .filter(|line| !line.starts_with([' ', '#', '-', '\t']))
+        .filter_map(|line| line.split_once(':').map(|(key, _)| key.trim()))
+        .collect();
+    let near = |names: &[&str]| keys.iter().filter(|key| config::nearest(key, names.iter().copied()).is_some()).count();
+    let goal = near(&["goal", "metric", "floors", "edit", "run", "runs", "budget", "proposer", "gate", "review"]);
+    let recipe = near(&["model", "tokenizer", "compute", "optimizer", "checkpoints", "stages"]);
+    let suite = near(&["tasks"]);
+    if goal == 0 && recipe == 0 && suite == 0 {
+        return Err(Failure::new(Class::Usage, "Not a goal, recipe or suite.")
+            .hint("a goal has `goal:` and `metric:`, a recipe `model:` and `stages:`, a suite `tasks:`")
+            .at(name));
+    }
+    Ok(if goal > recipe && goal > suite {
+        FileKind::Goal
+    } else if recipe >= suite {
+        FileKind::Recipe
+    } else {
+        FileKind::Suite
+    })
+}
+
+/// The JSON Schema of a kind of file.
+fn schema_of(kind: FileKind) -> Value {
+    match kind {
+        FileKind::Goal => Goal::schema(),
+        FileKind::Recipe => recipe::schema(),
+        FileKind::Suite => config::schema::<SuiteFile>(),
+    }
+}
+
+/// Prints a schema, or the reference page made of it.
+pub fn schema(kind: FileKind, markdown: bool) -> Result<()> {
+    let schema = schema_of(kind);
+    if markdown {
+        output::text(&reference::markdown(&format!("{}.yaml", label(kind)), &schema));
+        Ok(())
+    } else {
+        output::json(&schema)
+    }
+}

@@ -1,0 +1,25 @@
+//! `hone quickstart`: the whole loop on a fresh workspace, offline, and what to type next.
+
+use super::{campaign, init};
+use crate::{
+    cli::{self, CampaignRun, Template},
+    output,
+};
+use hone_agent::campaign::Options;
+use hone_runs::Result;
+
+/// Makes the workspace, runs the campaign, shows what came of it.
+pub fn run(args: &cli::Quickstart, json: bool) -> Result<()> {
+    init::create(&args.dir, Template::Addition)?;
+    let dir = args.dir.display().to_string();
+    eprintln!("made the workspace {dir}: goal.yaml, recipe/, evals/, a git repository of its own");
+    let goal = CampaignRun { goal: args.dir.join("goal.yaml"), rounds: Some(args.rounds), seed: args.seed };
+    let overview = campaign::start(&goal, &Options { rounds: goal.rounds, seed: goal.seed })?;
+    output::either(json, &overview, || {
+        let item = overview.queue.iter().find(|item| item.open).map_or("c1/r001", |item| item.id.as_str());
+        format!(
+            "{}\n\nWhat next:\n  cd {dir}\n  hone review show {item}\n  hone review keep {item}\n  hone campaign run --rounds 8",
+            campaign::page(&overview)
+        )
+    })
+}

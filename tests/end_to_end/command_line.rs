@@ -1,0 +1,86 @@
+//! Commands from outside: what they print, what they refuse and how they exit.
+
+use crate::support::{SUITE, expect, hone, json, rl_recipe, sft_recipe, stderr, write};
+
+#[test]
+fn train_eval_generate_logprobs_work_on_their_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let recipe = write(folder.path(), "recipe.yaml", &rl_recipe(20_000));
+    let suite = write(folder.path(), "suite.yaml", SUITE);
+    let run = folder.path().join("run");
+    let done = json(&expect(hone().args(["--json", "train", "--threads", "1", "--out"]).arg(&run).arg(&recipe), 0));
+    assert!(done["tokens"].as_u64().is_some_and(|t| t >= 20_000), "{done}");
+    for file in ["manifest.json", "metrics.jsonl", "result.json"] {
+        assert!(run.join(file).exists(), "{file}");
+    }
+    let events = std::fs::read_dir(run.join("tensorboard")).expect("a folder").flatten();
+    assert!(events.map(|e| e.file_name()).any(|n| n.to_string_lossy().contains("tfevents")));
+
+    let report = json(&expect(hone().args(["--json", "eval", "--model"]).arg(&run).arg(&suite), 0));
+    let score = &report["metrics"]["addition/pass@1"];
+    let (low, value, high) = (score["low"].as_f64(), score["value"].as_f64(), score["high"].as_f64());
+    assert!(low <= value && value <= high && score["n"].as_u64() > Some(0), "{report}");
+
+    let samples = json(&expect(hone().args(["--json", "generate", "--prompt", "1+2=", "--model"]).arg(&run), 0));
+    assert_eq!(samples.as_array().map(Vec::len), Some(1));
+
+    let tokens = write(folder.path(), "tokens.jsonl", "{\"tokens\":[1,2,3]}\n{\"tokens\":[4]}\n");
+    let lines = expect(hone().args(["logprobs", "--model"]).arg(&run).arg("--tokens").arg(&tokens), 0).stdout;
+    let lines: Vec<serde_json::Value> =
+        String::from_utf8_lossy(&lines).lines().map(|l| serde_json::from_str(l).expect("JSON")).collect();
+    let logprobs: Vec<f64> = lines[0]["logprobs"].as_array().expect("a list").iter().flat_map(|x| x.as_f64()).collect();
+    assert_eq!(logprobs.len(), 2);
+    let loss = lines[0]["loss"].as_f64().expect("a number");
+    assert!((loss + logprobs.iter().sum::<f64>() / 2.0).abs() < 1e-6);
+    assert_eq!(lines[1], serde_json::json!({"logprobs": [], "loss": null}));
+}
+
+#[test]
+fn a_misspelt_key_names_file_line_and_the_nearest_key() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let text = sft_recipe(1000).replace("tokenizer:", "tokeniser:");
+    let recipe = write(folder.path(), "recipe.yaml", &text);
+    for command in [vec!["validate"], vec!["train", "--out", "unused"]] {
+        let said = stderr(&expect(hone().current_dir(folder.path()).args(command).arg(&recipe), 2));
+        assert!(said.contains("recipe.yaml:2:"), "{said}");
+        assert!(said.contains("did you mean `tokenizer`?"), "{said}");
+    }
+}
+
+#[test]
+fn a_recipe_that_diverges_exits_5_and_keeps_the_last_good_checkpoint() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let recipe = write(folder.path(), "recipe.yaml", &sft_recipe(100_000));
+    let run = folder.path().join("run");
+    let wild = ["--set", "optimizer.lr=1e12", "--set", "optimizer.warmup=40", "--set", "optimizer.clip=1e9"];
+    let said = stderr(&expect(hone().args(["train", "--out"]).arg(&run).args(wild).arg(&recipe), 5));
+    assert!(said.contains("hint:"), "{said}");
+    assert!(!run.join("result.json").exists());
+}
+
+#[test]
+fn the_reference_pages_are_what_the_schemas_say() {
+    for kind in ["goal", "recipe", "suite"] {
+        let page = expect(hone().args(["schema", "--markdown", kind]), 0).stdout;
+        let path = format!("{}/docs/reference/{kind}.md", env!("CARGO_MANIFEST_DIR"));
+        let kept = std::fs::read_to_string(&path).unwrap_or_default();
+        assert_eq!(
+            kept,
+            String::from_utf8_lossy(&page),
+            "{path} is stale: hone schema --markdown {kind} > docs/reference/{kind}.md"
+        );
+    }
+}
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let recipe = write(folder.path(), "recipe.yaml", &rl_recipe(15_000));
+    let hash = |threads: &str| {
+        let out = folder.path().join(threads);
+        let mut command = hone();
+        command.args(["--json", "train", "--threads", threads, "--out"]).arg(out).arg(&recipe);
+        json(&expect(&mut command, 0))["hash"].clone()
+    };
+    assert_eq!(hash("1"), hash("2"));
+}
