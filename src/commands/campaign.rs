@@ -80,7 +80,8 @@ impl Opened {
             Some(name) => Err(Failure::new(Class::Usage, format!("There is no campaign `{name}`."))
                 .hint(format!("known here: {}", if known.is_empty() { "none".into() } else { known.join(", ") }))),
             None => known.last().cloned().ok_or_else(|| {
-                Failure::new(Class::Usage, "There is no campaign in this workspace.").hint("start one: `hone campaign run`")
+                Failure::new(Class::Usage, "There is no campaign in this workspace.")
+                    .hint("start one: `hone campaign run`")
             }),
         }
     }
@@ -269,7 +270,12 @@ pub fn verify(name: &str, workspace: &Path, json: bool) -> Result<()> {
     let found = json!({"campaign": name, "events": chain.events, "head": chain.head, "kept": kept});
     output::either(json, &found, || {
         let commits = if kept.len() == 1 { "commit is" } else { "commits are" };
-        format!("{name}: {} events, the chain is whole (head {}); {} kept {commits} there.", chain.events, short(&chain.head), kept.len())
+        format!(
+            "{name}: {} events, the chain is whole (head {}); {} kept {commits} there.",
+            chain.events,
+            short(&chain.head),
+            kept.len()
+        )
     })
 }
 
@@ -314,7 +320,9 @@ pub fn page(overview: &Overview) -> String {
 
 fn spread(scores: &Scores) -> String {
     match (scores.mean, scores.interval) {
-        (Some(mean), Some([low, high])) => format!("{mean:.3} [{low:.3}, {high:.3}] over {} seeds", scores.scores.len()),
+        (Some(mean), Some([low, high])) => {
+            format!("{mean:.3} [{low:.3}, {high:.3}] over {} seeds", scores.scores.len())
+        }
         (Some(mean), None) => format!("{mean:.3}"),
         _ => "not yet measured".into(),
     }
@@ -338,7 +346,9 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
         None => "–",
     };
     let verdict = match row.verdict {
-        Some(verdict) => serde_json::to_value(verdict).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default(),
+        Some(verdict) => {
+            serde_json::to_value(verdict).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
+        }
         None => row.reason.as_ref().map_or_else(|| "–".into(), |reason| format!("refused: {reason}")),
     };
     vec![
@@ -364,7 +374,8 @@ pub struct Display {
 impl Display {
     fn new() -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{spinner} {msg}").unwrap_or_else(|_| ProgressStyle::default_spinner());
+            let style =
+                ProgressStyle::with_template("{spinner} {msg}").unwrap_or_else(|_| ProgressStyle::default_spinner());
             let bar = ProgressBar::new_spinner().with_style(style);
             bar.enable_steady_tick(Duration::from_millis(120));
             bar
@@ -423,8 +434,12 @@ impl Observer for Display {
             Progress::Verdict { verdict, reason, .. } => {
                 self.line(&format!("  {}: {reason}", format!("{verdict:?}").to_lowercase()));
             }
-            Progress::Kept { commit, .. } => self.line(&format!("  kept {}, until a person confirms it", short(commit))),
-            Progress::Closing { runs } => self.line(&format!("closing: what was kept against the baseline, {runs} fresh runs")),
+            Progress::Kept { commit, .. } => {
+                self.line(&format!("  kept {}, until a person confirms it", short(commit)))
+            }
+            Progress::Closing { runs } => {
+                self.line(&format!("closing: what was kept against the baseline, {runs} fresh runs"))
+            }
             Progress::Retrying { name, seed, failure } => {
                 self.line(&format!("  again {name} seed {seed}: {}", failure.message));
             }

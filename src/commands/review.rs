@@ -71,7 +71,14 @@ fn page(detail: &Detail) -> String {
     let mut page = format!("round {}: {}\n{}\n", detail.round, detail.title, detail.hypothesis);
     let _ = writeln!(page, "proposed by {}, predicted {:+.3}", detail.source, detail.predicted_effect);
     if let Some(item) = &detail.item {
-        let _ = writeln!(page, "claim  {}\nstate  {}\nbranch {} ({})", item.claim, state(item.state), item.branch, item.commit);
+        let _ = writeln!(
+            page,
+            "claim  {}\nstate  {}\nbranch {} ({})",
+            item.claim,
+            state(item.state),
+            item.branch,
+            item.commit
+        );
         if !item.flags.is_empty() {
             let _ = writeln!(page, "flags  {}", item.flags.join(", "));
         }

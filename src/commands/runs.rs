@@ -131,7 +131,8 @@ fn compare(folders: &[PathBuf; 2], names: &[String], json: bool) -> Result<()> {
     let [a, b] = folders;
     let (in_a, in_b) = (metrics::read(a)?, metrics::read(b)?);
     let all: BTreeSet<&str> = in_a.names().chain(in_b.names()).filter(|n| wanted(n, names)).collect();
-    let recipe = |f: &Path| Ok::<_, Failure>(file(f, "manifest.json")?.map(|m| m["recipe"].clone()).unwrap_or_default());
+    let recipe =
+        |f: &Path| Ok::<_, Failure>(file(f, "manifest.json")?.map(|m| m["recipe"].clone()).unwrap_or_default());
     let (mut left, mut right) = (Vec::new(), Vec::new());
     leaves("", &recipe(a)?, &mut left);
     leaves("", &recipe(b)?, &mut right);
@@ -142,8 +143,7 @@ fn compare(folders: &[PathBuf; 2], names: &[String], json: bool) -> Result<()> {
         .filter(|k| value(&left, k) != value(&right, k))
         .map(|k| json!({"key": k, "a": value(&left, k), "b": value(&right, k)}))
         .collect();
-    let last: Vec<Value> =
-        all.iter().map(|n| json!({"metric": n, "a": in_a.last(n), "b": in_b.last(n)})).collect();
+    let last: Vec<Value> = all.iter().map(|n| json!({"metric": n, "a": in_a.last(n), "b": in_b.last(n)})).collect();
     let both = json!({"a": a, "b": b, "recipe": recipe, "last": last});
     output::either(json, &both, || {
         let cell = |v: &Value| match v.as_f64() {
@@ -182,7 +182,8 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
     if chosen.is_empty() {
         return Err(Failure::new(Class::Usage, "No metric has such a name.").hint("`hone runs metrics ID` lists them"));
     }
-    let failed = |e: &dyn std::fmt::Display| Failure::new(Class::Infrastructure, format!("Cannot draw {}: {e}.", to.display()));
+    let failed =
+        |e: &dyn std::fmt::Display| Failure::new(Class::Infrastructure, format!("Cannot draw {}: {e}.", to.display()));
     let rows = chosen.len().div_ceil(COLUMNS);
     let columns = COLUMNS.min(chosen.len());
     let root = SVGBackend::new(to, (PANEL.0 * columns as u32, PANEL.1 * rows as u32)).into_drawing_area();

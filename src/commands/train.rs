@@ -89,7 +89,10 @@ impl Observer for Display {
     }
 
     fn alarm(&mut self, alarm: &Alarm) {
-        let line = format!("alarm at step {}: {} ({} {:.3}): {}", alarm.step, alarm.cause, alarm.metric, alarm.value, alarm.remedy);
+        let line = format!(
+            "alarm at step {}: {} ({} {:.3}): {}",
+            alarm.step, alarm.cause, alarm.metric, alarm.value, alarm.remedy
+        );
         match &self.bar {
             Some(bar) => bar.println(line),
             None => eprintln!("{line}"),

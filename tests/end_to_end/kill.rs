@@ -53,7 +53,8 @@ fn sigterm_saves_the_state_and_exits_143() {
     let folder = tempfile::tempdir().expect("a folder");
     let recipe = write(folder.path(), "recipe.yaml", &rl_recipe(3_000_000));
     let out = folder.path().join("run");
-    let mut child = train(&recipe, &out).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary starts");
+    let mut child =
+        train(&recipe, &out).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("the binary starts");
     let metrics = out.join("metrics.jsonl");
     while std::fs::metadata(&metrics).map_or(0, |m| m.len()) < 2000 {
         assert!(child.try_wait().expect("its state").is_none(), "it ended by itself");

@@ -43,7 +43,8 @@ pub fn write(folder: &Path, name: &str, text: &str) -> PathBuf {
 }
 
 /// A model that trains in well under a second a hundred steps.
-pub const MODEL: &str = "{preset: hybrid-nano, hidden_size: 16, intermediate_size: 16, experts: 2, experts_per_token: 1}";
+pub const MODEL: &str =
+    "{preset: hybrid-nano, hidden_size: 16, intermediate_size: 16, experts: 2, experts_per_token: 1}";
 
 /// One-digit addition, supervised, with checkpoints every few steps; `tokens` is the budget.
 pub fn sft_recipe(tokens: u64) -> String {

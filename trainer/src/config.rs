@@ -172,14 +172,7 @@ impl Preset {
             Preset::HybridTiny => tiny,
             Preset::HybridNano => {
                 let heads = ModelConfig { heads: 2, kv_heads: 1, head_dim: 16, rotary_dim: 8, ..tiny };
-                ModelConfig {
-                    hidden_size: 32,
-                    layers: 4,
-                    softmax_every: 4,
-                    intermediate_size: 64,
-                    experts: 4,
-                    ..heads
-                }
+                ModelConfig { hidden_size: 32, layers: 4, softmax_every: 4, intermediate_size: 64, experts: 4, ..heads }
             }
             Preset::SoftmaxTiny => ModelConfig {
                 layers: 4,
