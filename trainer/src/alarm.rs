@@ -32,10 +32,14 @@ pub struct Alarm {
     pub remedy: String,
 }
 
+/// The value of another metric of the same step.
+type Others<'a> = dyn Fn(&str) -> Option<f64> + 'a;
+
 struct Rule {
     name: &'static str,
     metric: &'static str,
-    shows: fn(f64, &dyn Fn(&str) -> Option<f64>) -> bool,
+    /// Whether the metric's value, beside the step's other metrics, is the sign.
+    shows: fn(f64, &Others) -> bool,
     cause: &'static str,
     remedy: &'static str,
 }

@@ -12,6 +12,9 @@ use crate::{
 use hone_kernels::head::Scores;
 use hone_runs::{Class, Failure, Result};
 
+/// A step's metrics, by name.
+pub(crate) type Metrics = Vec<(&'static str, f64)>;
+
 /// A model in training.
 pub(crate) struct Learner {
     pub decoder: Decoder,

@@ -451,7 +451,7 @@ impl Rl {
     fn check(&self) -> Result<()> {
         let band = self.band();
         refuse(
-            !(band.cap >= 1.0),
+            band.cap.is_nan() || band.cap < 1.0,
             || format!("`ratio_cap` is {}, and would cap the ratio of unchanged weights, which is 1.", band.cap),
             "ratio_cap is absolute: an ε_high of 0.2 is written 1.2",
         )?;

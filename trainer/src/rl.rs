@@ -8,7 +8,7 @@ use crate::{
     advantage::{advantages, all_equal},
     config::ModelConfig,
     data::{Batch, Packer},
-    learner::{Learner, Step, diverged},
+    learner::{Learner, Metrics, Step, diverged},
     loss::{self, Losses, Terms},
     recipe::{Overlong, Rl},
     rollout::{self, RolloutOptions, Sample},
@@ -66,7 +66,7 @@ pub(crate) fn step(
     highest_lr: f64,
     progress: f64,
     learner: &mut Learner,
-) -> Result<(Option<Step>, Vec<(&'static str, f64)>)> {
+) -> Result<(Option<Step>, Metrics)> {
     let mut tally = Tally::default();
     let groups = sample(spec, source, number, learner, &mut tally)?;
     let mut metrics = tally.metrics();
@@ -296,7 +296,7 @@ impl Tally {
         }
     }
 
-    fn metrics(&self) -> Vec<(&'static str, f64)> {
+    fn metrics(&self) -> Metrics {
         let wrong = self.samples - self.right;
         let mut metrics = vec![
             ("rl/reward", self.score / self.samples),
@@ -348,7 +348,7 @@ impl Trained {
         }
     }
 
-    fn metrics(&self) -> Vec<(&'static str, f64)> {
+    fn metrics(&self) -> Metrics {
         let Self { updates, terms, .. } = self;
         if *updates == 0.0 {
             return Vec::new();
@@ -398,7 +398,7 @@ impl Drift {
     }
 
     /// None at all where no token was looked at: absence must not read as agreement.
-    fn metrics(&self) -> Vec<(&'static str, f64)> {
+    fn metrics(&self) -> Metrics {
         if self.tokens == 0.0 {
             return Vec::new();
         }

@@ -2,7 +2,7 @@
 
 use crate::{
     data::{Batch, Packer},
-    learner::{Learner, Step, diverged},
+    learner::{Learner, Metrics, Step, diverged},
     recipe::{Sft, Trained},
     tokenizer::Tokenizer,
 };
@@ -80,7 +80,7 @@ pub(crate) fn step(
     highest_lr: f64,
     progress: f64,
     learner: &mut Learner,
-) -> Result<(u64, Step, Vec<(&'static str, f64)>)> {
+) -> Result<(u64, Step, Metrics)> {
     let (batches, after) = assemble(spec, examples, position)?;
     let terms: usize = batches.iter().map(|b| b.terms.len()).sum();
     let rows: usize = batches.iter().map(|b| b.forest.rows()).sum();

@@ -11,7 +11,7 @@ use crate::{
     budget::{self, Spent},
     checkpoint,
     decoder::Decoder,
-    learner::{Learner, Step, diverged},
+    learner::{Learner, Metrics, Step, diverged},
     optimizer::Update,
     recipe::{Recipe, Stage},
     rl,
@@ -191,7 +191,7 @@ pub fn train(recipe: &Recipe, options: &TrainOptions, observer: &mut dyn Observe
             recipe.stages.iter().map(|s| s.task().build(&options.workspace_root)).collect::<Result<Vec<_>>>()?;
         let Start { decoder, tokenizer, fingerprint } = Start::new(recipe, options, &tasks)?;
         let mut run = Run::open(recipe, options, &tasks, &tokenizer, decoder, fingerprint, folder, newest, lock)?;
-        run.to_the_end(observer)
+        run.finish(observer)
     })
 }
 
@@ -330,7 +330,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    fn to_the_end(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome> {
+    fn finish(&mut self, observer: &mut dyn Observer) -> Result<TrainOutcome> {
         let recipe = self.recipe;
         let stop = loop {
             let Some(stage) = recipe.stages.get(self.state.stage) else { break Stop::Steps };
@@ -483,7 +483,7 @@ impl<'a> Run<'a> {
 }
 
 impl Step {
-    fn metrics(&self) -> Vec<(&'static str, f64)> {
+    fn metrics(&self) -> Metrics {
         let Update { norm, scale, under_eps, cosine } = self.update;
         let mut metrics = vec![
             ("train/lr", self.lr),
