@@ -4,15 +4,17 @@
 //! Every key has a vetted default, so `- rl: {}` is a complete stage and any other key is visibly the person's own. Keys
 //! that a search may turn carry `x-tunable` in the schema: `low`, `high` and `scale` (`log` or `linear`), or `choices`.
 
+mod check;
+mod estimate;
+
 use crate::{
     advantage::Advantage,
-    checkpoint,
     config::ModelSpec,
     data::Merge,
     loss::{Algorithm, Band, Normaliser},
     tokenizer::Tokenizer,
-    weights::plan,
 };
+pub use estimate::{Estimate, estimate};
 use hone_evals::{
     suite::Split,
     task::{Task, TaskSpec},
@@ -89,7 +91,7 @@ impl Compute {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OptimizerSpec {
-    /// Highest learning rate, of stages that name none.
+    /// Highest learning rate of stages that name none (rl stages take 0.3 of it).
     #[schemars(extend("x-tunable" = {"low": 1e-4, "high": 2e-2, "scale": "log"}))]
     pub lr: f64,
     /// Decay of the moments. MiniMax-M1's 0.9 and 0.95 (arXiv:2506.13585 §3.2).
@@ -179,8 +181,6 @@ pub enum Stage {
 /// What a stage of every kind has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Common {
-    /// Highest learning rate; None is the optimizer's.
-    pub lr: Option<f64>,
     /// Part of the compute, relative to the other stages'.
     pub share: f64,
     /// Most steps.
@@ -190,6 +190,14 @@ pub struct Common {
 }
 
 impl Stage {
+    /// Highest learning rate of this stage under `optimizer`.
+    pub fn lr(&self, optimizer: &OptimizerSpec) -> f64 {
+        match self {
+            Stage::Sft(stage) => stage.lr.unwrap_or(optimizer.lr),
+            Stage::Rl(stage) => stage.lr.unwrap_or(0.3 * optimizer.lr),
+        }
+    }
+
     /// `sft` or `rl`.
     pub fn kind(&self) -> &'static str {
         match self {
@@ -221,8 +229,9 @@ impl Stage {
     /// The keys that every kind has.
     pub fn common(&self) -> Common {
         match *self {
-            Stage::Sft(Sft { lr, share, steps, micro_batch, .. })
-            | Stage::Rl(Rl { lr, share, steps, micro_batch, .. }) => Common { lr, share, steps, micro_batch },
+            Stage::Sft(Sft { share, steps, micro_batch, .. }) | Stage::Rl(Rl { share, steps, micro_batch, .. }) => {
+                Common { share, steps, micro_batch }
+            }
         }
     }
 }
@@ -252,7 +261,7 @@ pub struct Sft {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub examples: Option<Count>,
     /// Rows a step, at most (one longer example is a step of its own).
-    #[schemars(extend("x-tunable" = {"low": 256, "high": 8192, "scale": "log"}))]
+    #[schemars(extend("x-tunable" = {"low": 64, "high": 4096, "scale": "log"}))]
     pub batch: usize,
     /// Which tokens are trained.
     pub loss: Trained,
@@ -280,7 +289,7 @@ impl Default for Sft {
             name: None,
             split: None,
             examples: None,
-            batch: 1024,
+            batch: 256,
             loss: Trained::Answer,
             lr: None,
             share: 1.0,
@@ -370,7 +379,7 @@ pub struct Rl {
     pub repetition: Option<usize>,
     /// Which completions share rows in training.
     pub merge: Merge,
-    /// Highest learning rate; the optimizer's where absent.
+    /// Highest learning rate. Absent: 0.3 of the optimizer's, since a policy's gradients are noisier than a text's.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(extend("x-tunable" = {"low": 3e-5, "high": 1e-2, "scale": "log"}))]
     pub lr: Option<f64>,
@@ -447,60 +456,6 @@ impl Rl {
             Algorithm::Grpo | Algorithm::Gspo => Normaliser::SequenceMean,
         })
     }
-
-    fn check(&self) -> Result<()> {
-        let band = self.band();
-        refuse(
-            band.cap.is_nan() || band.cap < 1.0,
-            || format!("`ratio_cap` is {}, and would cap the ratio of unchanged weights, which is 1.", band.cap),
-            "ratio_cap is absolute: an ε_high of 0.2 is written 1.2",
-        )?;
-        refuse(
-            !(0.0..=1.0).contains(&band.floor),
-            || format!("`ratio_floor` is {}, not between 0 and 1.", band.floor),
-            "ratio_floor is absolute: an ε_low of 0.2 is written 0.8, and 0 is no floor",
-        )?;
-        refuse(
-            !(self.temperature > 0.0 && self.temperature.is_finite()),
-            || {
-                format!(
-                    "`temperature` is {}: a greedy policy explores nothing, and has no log-probs to train.",
-                    self.temperature
-                )
-            },
-            "use 1.0",
-        )?;
-        refuse(
-            self.group < 2,
-            || "`group` is below 2: an advantage compares completions of one prompt.".into(),
-            "use 8",
-        )?;
-        refuse(
-            self.prompts == 0 || self.max_tokens == 0 || self.epochs == 0,
-            || "`prompts`, `max_tokens` and `epochs` are at least 1.".into(),
-            "remove the zero",
-        )?;
-        refuse(
-            self.minibatches == 0 || self.minibatches > self.prompts,
-            || {
-                format!(
-                    "`minibatches` is {}, but a minibatch holds whole groups, of which there are {}.",
-                    self.minibatches, self.prompts
-                )
-            },
-            "use at least 1 and at most `prompts`",
-        )?;
-        refuse(
-            self.resample > 0 && !self.dynamic_sampling,
-            || "`resample` fills the places of dropped groups, and without `dynamic_sampling` none is dropped.".into(),
-            "set dynamic_sampling: true, or remove resample",
-        )?;
-        refuse(
-            self.repetition == Some(0),
-            || "`repetition` is 0: every completion would halt at once.".into(),
-            "remove it to never halt",
-        )
-    }
 }
 
 impl Recipe {
@@ -539,82 +494,6 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// Refuses values that cannot be used, and keys that contradict each other.
-    ///
-    /// # Errors
-    /// Usage, with the first contradiction and why it is one.
-    pub fn check(&self) -> Result<()> {
-        let o = &self.optimizer;
-        refuse(
-            self.stages.is_empty(),
-            || "The recipe has no stages.".into(),
-            "add one under `stages:`, such as `- sft: {task: addition}`",
-        )?;
-        let limits = self.compute.resolved();
-        let none_left = limits.tokens == Some(Count(0))
-            || limits.flops == Some(Count(0))
-            || limits.seconds == Some(Span::default());
-        refuse(none_left, || "A `compute` limit is 0.".into(), "remove the limit, or raise it")?;
-        for (name, value) in [("lr", o.lr), ("clip", o.clip), ("eps", o.eps)] {
-            refuse(
-                !(value > 0.0 && value.is_finite()),
-                || format!("`optimizer.{name}` is {value}, not a positive number."),
-                "remove it for the default",
-            )?;
-        }
-        for (name, value) in [("weight_decay", o.weight_decay), ("balance", o.balance), ("bias_rate", o.bias_rate)] {
-            refuse(
-                !(value >= 0.0 && value.is_finite()),
-                || format!("`optimizer.{name}` is {value}, not a number of at least 0."),
-                "remove it for the default",
-            )?;
-        }
-        refuse(
-            !o.betas.iter().all(|b| (0.0..1.0).contains(b)),
-            || format!("`optimizer.betas` are {:?}, not in [0, 1).", o.betas),
-            "remove them for 0.9 and 0.95",
-        )?;
-        refuse(
-            !(0.0..=1.0).contains(&o.final_lr),
-            || format!("`optimizer.final_lr` is {}, not a share.", o.final_lr),
-            "use a number from 0 to 1",
-        )?;
-        refuse(
-            self.checkpoints.every == 0 || self.checkpoints.keep == 0,
-            || "`checkpoints` has a 0.".into(),
-            "use at least 1 for `every` and `keep`",
-        )?;
-        for (i, stage) in self.stages.iter().enumerate() {
-            let common = stage.common();
-            let check = || {
-                refuse(
-                    common.lr.is_some_and(|lr| !(lr > 0.0 && lr.is_finite())),
-                    || "`lr` is not a positive number.".into(),
-                    "remove it for the optimizer's",
-                )?;
-                refuse(
-                    !(common.share > 0.0 && common.share.is_finite()),
-                    || format!("`share` is {}, not a positive number.", common.share),
-                    "shares are relative: 1 and 3 give a quarter and three quarters",
-                )?;
-                refuse(common.micro_batch == 0, || "`micro_batch` is 0.".into(), "remove it for the default")?;
-                match stage {
-                    Stage::Sft(s) => refuse(
-                        s.batch == 0 || s.examples == Some(Count(0)),
-                        || "`batch` and `examples` are at least 1.".into(),
-                        "remove the zero",
-                    ),
-                    Stage::Rl(s) => s.check(),
-                }
-            };
-            check().map_err(|mut failure| {
-                failure.message = format!("stages.{i}.{}: {}", stage.kind(), failure.message);
-                failure
-            })?;
-        }
-        self.model.check_from()
-    }
-
     /// The tokenizer of this recipe: its own, else `own` (of the checkpoint that is started from), else bytes. An alphabet is
     /// that of a fixed sample of the tasks' train splits, the same for every seed.
     ///
@@ -650,59 +529,9 @@ impl Recipe {
 /// How many problems a task an alphabet is taken from.
 const ALPHABET_SAMPLE: u64 = 2000;
 
-/// What a recipe will cost, before anything is spent.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Estimate {
-    /// Weights of the model.
-    pub params: u64,
-    /// Rows through the model; None where only time is limited.
-    pub tokens: Option<u64>,
-    /// Floating-point operations; None where only time is limited.
-    pub flops: Option<f64>,
-}
-
-/// What `recipe` will cost if its compute is spent to the end: each stage's part of the tokens at its own price a token, or as
-/// many tokens as the operations buy. `root` is where the recipe's files are.
-///
-/// # Errors
-/// Usage, where the recipe, its model, its tokenizer or a task cannot be used.
-pub fn estimate(recipe: &Recipe, root: &Path) -> Result<Estimate> {
-    recipe.check()?;
-    let tasks = recipe.stages.iter().map(|s| s.task().build(root)).collect::<Result<Vec<_>>>()?;
-    let config = match &recipe.model.from {
-        Some(from) => checkpoint::load(&checkpoint::find(&root.join(from))?, false)?.decoder.config,
-        None => recipe.model.resolve(recipe.tokenizer(&tasks, None)?.vocab_size())?,
-    };
-    let params = plan(&config).iter().map(|t| t.shape.iter().product::<usize>() as u64).sum();
-    let shares: f64 = recipe.stages.iter().map(|s| s.common().share).sum();
-    // Attention over the text is small change beside the weights in a model of this size: a row is taken to see 32.
-    let (train, forward) = (config.train_flops(1, 32.0), config.forward_flops(1, 32.0));
-    let price = |stage: &Stage| match stage {
-        Stage::Sft(_) => train,
-        // Every row is sampled once and trained once an epoch.
-        Stage::Rl(s) => (forward + s.epochs as f64 * train) / (1.0 + s.epochs as f64),
-    };
-    let limits = recipe.compute.resolved();
-    let by_tokens = |stage: &Stage| limits.tokens.map(|n| n.0 as f64 * stage.common().share / shares);
-    let by_flops = |stage: &Stage| limits.flops.map(|n| n.0 as f64 * stage.common().share / shares / price(stage));
-    let (mut tokens, mut flops) = (None, None);
-    for stage in &recipe.stages {
-        let limits = [by_tokens(stage), by_flops(stage)];
-        if let Some(of_stage) = limits.into_iter().flatten().reduce(f64::min) {
-            tokens = Some(tokens.unwrap_or(0.0) + of_stage);
-            flops = Some(flops.unwrap_or(0.0) + of_stage * price(stage));
-        }
-    }
-    Ok(Estimate { params, tokens: tokens.map(|n| n as u64), flops })
-}
-
 /// The JSON Schema of a recipe.
 pub fn schema() -> Value {
     config::schema::<Recipe>()
-}
-
-fn refuse(fault: bool, message: impl FnOnce() -> String, hint: &str) -> Result<()> {
-    if fault { Err(Failure::new(Class::Usage, message()).hint(hint)) } else { Ok(()) }
 }
 
 /// Lays `KEY=VALUE` over a tree: a dotted path (numbers index lists), and a value in YAML.
@@ -736,156 +565,4 @@ fn overlay(tree: &mut Value, set: &str) -> Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn parse(text: &str) -> Result<Recipe> {
-        Recipe::parse(text, "recipe.yaml", &[])
-    }
-
-    fn refused(text: &str) -> String {
-        let failure = parse(text).unwrap_err();
-        assert_eq!(failure.class, Class::Usage);
-        assert!(failure.message.ends_with('.') && failure.hint.is_some() && failure.at.is_some(), "{failure:?}");
-        failure.to_string()
-    }
-
-    #[test]
-    fn a_stage_alone_is_the_vetted_setting() {
-        let recipe = parse("stages:\n  - sft: {}\n  - rl: {}\n").unwrap();
-        assert_eq!(recipe.stages, [Stage::Sft(Sft::default()), Stage::Rl(Rl::default())]);
-        assert_eq!(parse("{}").unwrap(), Recipe::default());
-        assert_eq!(recipe.compute.resolved().tokens, Some(Count(1_000_000)));
-    }
-
-    #[test]
-    fn a_whole_recipe_reads() {
-        let recipe = parse(
-            "model: {preset: hybrid-tiny}\ntokenizer: bytes\ncompute: {tokens: 3M}\n\
-             optimizer: {lr: 1e-3, betas: [0.9, 0.95], eps: 1e-15, weight_decay: 0.1, clip: 1.0}\n\
-             stages:\n  - sft: {task: addition, digits: 2, examples: 20000}\n  \
-             - rl: {task: addition, digits: 2, algorithm: cispo, ratio_cap: 5.0, prompts: 32, group: 8, temperature: 1.0}\n",
-        )
-        .unwrap();
-        assert_eq!(recipe.compute.tokens, Some(Count(3_000_000)));
-        assert_eq!(recipe.stages[0].task().digits, Some(2));
-        let again: Recipe = serde_json::from_value(serde_json::to_value(&recipe).unwrap()).unwrap();
-        assert_eq!(again, recipe);
-    }
-
-    #[test]
-    fn unknown_keys_name_the_nearest() {
-        assert!(refused("stages:\n  - rl: {ratio_cpa: 5}\n").contains("did you mean `ratio_cap`?"));
-        assert!(refused("stages:\n  - rl: {kl: 0.1}\n").contains("Unknown key `kl`."));
-        assert!(refused("stages:\n  - rl: {top_p: 0.9}\n").contains("Unknown key `top_p`."));
-        assert!(refused("optimiser: {lr: 1}\n").contains("`optimizer`"));
-        let failure = parse("stages:\n  - sft: {exmples: 3}\n").unwrap_err();
-        assert_eq!(failure.at.as_deref(), Some("recipe.yaml:2:11"));
-    }
-
-    #[test]
-    fn conflicting_knobs_are_refused_with_a_reason() {
-        for (keys, reason) in [
-            ("ratio_cap: 0.2", "ratio_cap is absolute"),
-            ("ratio_floor: 1.5", "ratio_floor is absolute"),
-            ("temperature: 0", "explores nothing"),
-            ("group: 1", "compares completions"),
-            ("minibatches: 64", "whole groups"),
-            ("dynamic_sampling: false, resample: 2", "none is dropped"),
-            ("repetition: 0", "halt at once"),
-            ("share: 0", "relative"),
-            ("lr: -1", "positive"),
-            ("epochs: 0", "at least 1"),
-        ] {
-            let text = refused(&format!("stages:\n  - rl: {{{keys}}}\n"));
-            assert!(text.contains(reason) && text.contains("stages.0.rl"), "{keys}: {text}");
-        }
-        for (text, reason) in [
-            ("stages: []", "no stages"),
-            ("compute: {tokens: 0}", "limit is 0"),
-            ("optimizer: {betas: [0.9, 1.0]}", "betas"),
-            ("optimizer: {lr: 0}", "lr"),
-            ("model: {from: x, preset: hybrid-tiny}", "shape"),
-        ] {
-            assert!(refused(text).contains(reason), "{text}");
-        }
-    }
-
-    #[test]
-    fn bands_and_normalisers_default_to_the_algorithms_own() {
-        let rl = |keys: &str| match parse(&format!("stages:\n  - rl: {{{keys}}}\n")).unwrap().stages.remove(0) {
-            Stage::Rl(rl) => rl,
-            Stage::Sft(_) => unreachable!("written as rl"),
-        };
-        assert_eq!(rl("").band(), Band { floor: 0.0, cap: 5.0 });
-        assert_eq!(rl("").normaliser(), Normaliser::PromptAverage);
-        assert_eq!(rl("algorithm: grpo").band(), Band { floor: 0.8, cap: 1.2 });
-        assert_eq!(rl("algorithm: grpo, ratio_cap: 1.28").band(), Band { floor: 0.8, cap: 1.28 });
-        assert_eq!(rl("algorithm: grpo").normaliser(), Normaliser::SequenceMean);
-    }
-
-    #[test]
-    fn overrides_reach_any_key() {
-        let text = "compute: {tokens: 1M}\nstages:\n  - sft: {task: addition}\n";
-        let set =
-            |sets: &[&str]| Recipe::parse(text, "r.yaml", &sets.iter().map(|s| s.to_string()).collect::<Vec<_>>());
-        let recipe = set(&[
-            "stages.0.sft.lr=3e-3",
-            "compute.tokens=2M",
-            "optimizer.betas=[0.8, 0.9]",
-            "model.preset=hybrid-nano",
-        ])
-        .unwrap();
-        assert_eq!(recipe.stages[0].common().lr, Some(3e-3));
-        assert_eq!((recipe.compute.tokens, recipe.optimizer.betas), (Some(Count(2_000_000)), [0.8, 0.9]));
-        for (bad, reason) in [
-            ("stages.0.sft.lrr=1", "Unknown key `lrr`."),
-            ("stages.1.sft.lr=1", "no place in a list of 1"),
-            ("lr", "KEY=VALUE"),
-            ("compute.tokens.x=1", "which has no keys"),
-            ("optimizer.lr=0", "not a positive number"),
-        ] {
-            let failure = set(&[bad]).unwrap_err();
-            assert!(failure.to_string().contains(reason), "{bad}: {failure}");
-        }
-    }
-
-    #[test]
-    fn tunable_keys_say_their_range() {
-        let schema = schema();
-        let lr = &schema["$defs"]["Sft"]["properties"]["lr"]["x-tunable"];
-        assert_eq!(lr["scale"], "log");
-        assert!(lr["low"].as_f64() < lr["high"].as_f64());
-        let mut marked = 0;
-        fn walk(value: &Value, marked: &mut usize) {
-            if let Some(mark) = value.get("x-tunable") {
-                *marked += 1;
-                let ranged = mark["low"].is_number()
-                    && mark["high"].is_number()
-                    && (mark["scale"] == "log" || mark["scale"] == "linear");
-                assert!(ranged || (mark["scale"] == "choice" && mark["choices"].is_array()), "{mark}");
-            }
-            match value {
-                Value::Object(map) => map.values().for_each(|v| walk(v, marked)),
-                Value::Array(items) => items.iter().for_each(|v| walk(v, marked)),
-                _ => {}
-            }
-        }
-        walk(&schema, &mut marked);
-        assert!(marked > 20, "{marked}");
-    }
-
-    #[test]
-    fn an_estimate_prices_each_stage() {
-        let root = Path::new(".");
-        let of = |text: &str| estimate(&parse(text).unwrap(), root).unwrap();
-        let sft = of("model: {preset: hybrid-nano}\ncompute: {tokens: 1M}\n");
-        assert_eq!(sft.tokens, Some(1_000_000));
-        assert!(sft.params > 50_000);
-        let rl = of("model: {preset: hybrid-nano}\ncompute: {tokens: 1M}\nstages: [rl: {}]\n");
-        assert!((rl.flops.unwrap() / sft.flops.unwrap() - 2.0 / 3.0).abs() < 1e-9);
-        let back = of(&format!("model: {{preset: hybrid-nano}}\ncompute: {{flops: {}}}\n", sft.flops.unwrap() as u64));
-        assert!(back.tokens.unwrap().abs_diff(1_000_000) <= 1);
-        assert_eq!(of("compute: {seconds: 5s}\n").tokens, None);
-    }
-}
+mod tests;

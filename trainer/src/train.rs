@@ -387,7 +387,7 @@ impl<'a> Run<'a> {
         let clock = Instant::now();
         let before = self.learner.spent;
         let common = stage.common();
-        let lr = common.lr.unwrap_or(self.recipe.optimizer.lr);
+        let lr = stage.lr(&self.recipe.optimizer);
         let end = self.ends[self.state.stage];
         let by_steps = common.steps.map_or(0.0, |most| self.state.stage_step as f64 / most as f64);
         let progress = ((share - self.state.began) / (end - self.state.began)).max(by_steps);
