@@ -173,25 +173,25 @@ fn penalty(spec: &Rl, length: usize) -> f64 {
 }
 
 /// A forward pass's worth of a minibatch, packed once for all epochs.
-struct Micro {
+struct Micro<'a> {
     batch: Batch,
-    columns: Columns,
+    columns: Columns<'a>,
     /// The part of the minibatch's rows that are here.
     share: f64,
 }
 
 /// What goes with a batch's terms, one entry a term.
 #[derive(Default)]
-struct Columns {
+struct Columns<'a> {
     behaviour: Vec<f32>,
     advantage: Vec<f32>,
     weight: Vec<f32>,
     /// The sampler's expert ids.
-    routes: Vec<Vec<u32>>,
+    routes: Vec<&'a [u32]>,
 }
 
 /// Packs the trained completions of whole groups, as many groups a pass as fit.
-fn pack(spec: &Rl, groups: &[Group]) -> Vec<Micro> {
+fn pack<'a>(spec: &Rl, groups: &'a [Group]) -> Vec<Micro<'a>> {
     let mut weights = weights(spec, groups).into_iter();
     let (mut packer, mut columns, mut micros) = (Packer::default(), Columns::default(), Vec::new());
     for group in groups {
@@ -210,7 +210,7 @@ fn pack(spec: &Rl, groups: &[Group]) -> Vec<Micro> {
             columns.behaviour.extend_from_slice(logprobs);
             columns.advantage.extend(std::iter::repeat_n(group.advantages[i] as f32, tokens.len()));
             columns.weight.extend(std::iter::repeat_n(weights[i], tokens.len()));
-            columns.routes.extend_from_slice(routes);
+            columns.routes.extend(routes.iter().map(Vec::as_slice));
         }
     }
     if packer.rows() > 0 {
@@ -384,7 +384,7 @@ impl Drift {
         for (term, (&ours, &theirs)) in logprob.iter().zip(&micro.columns.behaviour).enumerate() {
             let row = micro.batch.row(term);
             let here = routes.iter().flat_map(|layer| &layer[row * k..(row + 1) * k]);
-            let same = here.eq(&micro.columns.routes[term]);
+            let same = here.eq(micro.columns.routes[term]);
             let delta = f64::from((ours - theirs).abs());
             self.tokens += 1.0;
             self.exp += delta.exp_m1();

@@ -75,8 +75,8 @@ fn a_run_broken_anywhere_ends_as_the_unbroken_one() {
     let want = train(&recipe(""), &options(whole.path()), &mut watcher).unwrap();
     let switch = watcher.kinds.iter().position(|k| *k == "rl").unwrap() as u64;
     let curves = hone_runs::metrics::read(whole.path()).unwrap();
-    // Before the first step, off and on a checkpoint's step, around the change of stage, and twice in one run.
-    for stops in [vec![0], vec![2], vec![3, 4], vec![switch - 1, switch, switch + 1], vec![want.steps - 1]] {
+    // Before the first step, off and on a checkpoint's step, around the change of stage, at the end; once and several times.
+    for stops in [vec![0, 3, 4, switch], vec![2, switch - 1, switch + 1], vec![want.steps - 1]] {
         let dir = tempfile::tempdir().unwrap();
         for &at in &stops {
             let options = TrainOptions { resume: true, ..options(dir.path()) };
