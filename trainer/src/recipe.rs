@@ -34,7 +34,7 @@ use std::path::Path;
 pub struct Recipe {
     /// A preset, fields that differ from it, or a checkpoint to start from.
     pub model: ModelSpec,
-    /// `bytes`, `chars`, or a tokenizer.json; where absent the checkpoint's own, and `bytes` for a fresh model.
+    /// `bytes`, `chars`, or a checkpoint's tokenizer file; where absent the checkpoint's own, and `bytes` for a fresh model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// What the run may spend. It stops at the first step boundary past any limit, whatever its stages say.
@@ -499,7 +499,7 @@ impl Recipe {
     ///
     /// # Errors
     /// Usage, where there is no such tokenizer, or it is not the one that the checkpoint was trained with.
-    pub(crate) fn tokenizer(&self, tasks: &[Box<dyn Task>], own: Option<&Tokenizer>) -> Result<Tokenizer> {
+    pub(crate) fn tokenizer(&self, root: &Path, tasks: &[Box<dyn Task>], own: Option<&Tokenizer>) -> Result<Tokenizer> {
         let named = match self.tokenizer.as_deref() {
             None => return Ok(own.cloned().unwrap_or(Tokenizer::Bytes)),
             Some("bytes") => Tokenizer::Bytes,
@@ -511,10 +511,10 @@ impl Recipe {
                 }
                 Tokenizer::chars(texts.iter().map(String::as_str))?
             }
-            Some(file) => {
-                let hint = "use `bytes` or `chars`, or leave it out; subword tokenizers are not read yet";
-                return Err(Failure::new(Class::Usage, format!("There is no tokenizer `{file}`.")).hint(hint));
-            }
+            Some(file) => Tokenizer::load(&root.join(file)).map_err(|failure| match failure.hint {
+                Some(_) => failure,
+                None => failure.hint("use `bytes`, `chars`, or a checkpoint's tokenizer file"),
+            })?,
         };
         match own {
             Some(own) if *own != named => {

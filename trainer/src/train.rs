@@ -212,11 +212,11 @@ impl Start {
             Some(from) => {
                 let loaded = checkpoint::load(&checkpoint::find(&options.workspace_root.join(from))?, false)?;
                 hash.update(&loaded.hash);
-                let tokenizer = recipe.tokenizer(tasks, Some(&loaded.tokenizer))?;
+                let tokenizer = recipe.tokenizer(&options.workspace_root, tasks, Some(&loaded.tokenizer))?;
                 (loaded.decoder, tokenizer)
             }
             None => {
-                let tokenizer = recipe.tokenizer(tasks, None)?;
+                let tokenizer = recipe.tokenizer(&options.workspace_root, tasks, None)?;
                 (Decoder::new(recipe.model.resolve(tokenizer.vocab_size())?, options.seed)?, tokenizer)
             }
         };

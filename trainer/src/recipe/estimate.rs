@@ -27,7 +27,7 @@ pub fn estimate(recipe: &Recipe, root: &Path) -> Result<Estimate> {
     let tasks = recipe.stages.iter().map(|s| s.task().build(root)).collect::<Result<Vec<_>>>()?;
     let config = match &recipe.model.from {
         Some(from) => checkpoint::load(&checkpoint::find(&root.join(from))?, false)?.decoder.config,
-        None => recipe.model.resolve(recipe.tokenizer(&tasks, None)?.vocab_size())?,
+        None => recipe.model.resolve(recipe.tokenizer(root, &tasks, None)?.vocab_size())?,
     };
     let params = plan(&config).iter().map(|t| t.shape.iter().product::<usize>() as u64).sum();
     let shares: f64 = recipe.stages.iter().map(|s| s.common().share).sum();
