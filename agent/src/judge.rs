@@ -228,8 +228,8 @@ pub fn screen(judge: &Judge, pairs: &[Pair]) -> Screen {
             return Screen::Stop { verdict, estimate: Some(judge.estimate(&gains)), reason };
         }
     }
-    // Two at a time keep two cores busy; the decision is made seed by seed all the same.
-    Screen::More { total: (pairs.len() + 2).min(judge.replicates[0]) }
+    // One by one: a driver with room for more runs makes more, which changes no verdict.
+    Screen::More { total: pairs.len() + 1 }
 }
 
 /// Seeds that a confirmation plans for, fixed before the first of them is run: the fewest with power 0.9 for the effect that screening

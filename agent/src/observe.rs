@@ -12,6 +12,7 @@ use hone_evals::evaluate::ItemResult;
 use hone_evals::stats;
 use hone_evals::suite::Subset;
 use hone_runs::{Result, metrics};
+use serde_json::Value;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -49,6 +50,7 @@ impl Campaign {
             files: editable_files(&self.workspace, &self.scope, commit)?,
             recipe_path: goal.run.recipe.clone(),
             recipe_schema: self.tools.recipe_schema.clone(),
+            resolved: resolved(&folder.join("manifest.json")),
             history: history.rounds.range(..round).map(|(number, past)| recall(*number, past)).collect(),
             // A run without curves or alarms shows none: that is not an error of the loop.
             curves: metrics::read(&folder).map(|m| digest::curves(&m)).unwrap_or_default(),
@@ -115,6 +117,16 @@ fn recall(number: u32, round: &Round) -> Past {
         decision: round.decision(),
         flags: flags.into_iter().chain(ruling.map(|r| r.flags.clone()).unwrap_or_default()).collect(),
     }
+}
+
+/// The recipe in a run's manifest, with the model's sizes in place of its preset; null where there is none.
+fn resolved(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let mut manifest: Value = serde_json::from_str(&text).unwrap_or_default();
+    let mut part = |name| manifest.get_mut(name).map(Value::take).filter(Value::is_object);
+    let (Some(Value::Object(mut recipe)), model) = (part("recipe"), part("model")) else { return Value::Null };
+    recipe.extend(model.map(|model| ("model".to_string(), model)));
+    Value::Object(recipe)
 }
 
 fn alarms(path: &Path) -> Vec<Alarm> {

@@ -174,7 +174,7 @@ fn digits(x: f64) -> String {
 fn tunables(observation: &Observation) -> Vec<String> {
     let recipe =
         observation.files.get(&observation.recipe_path).and_then(|text| parse(&observation.recipe_path, text).ok());
-    let space = Space::of(&observation.recipe_schema, &recipe.unwrap_or_default());
+    let space = Space::of(&observation.recipe_schema, &recipe.unwrap_or_default(), &observation.resolved);
     let line = |d: &crate::space::Dimension| {
         let values = match &d.domain {
             Domain::Range { low, high, log, integer } => format!(

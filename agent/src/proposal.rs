@@ -130,6 +130,8 @@ pub struct Observation {
     pub recipe_path: String,
     /// The recipe's JSON Schema with its `x-tunable` marks; null where the run is a command.
     pub recipe_schema: Value,
+    /// The recipe as one of the incumbent's runs filled it in, its preset's sizes included; null where no run tells.
+    pub resolved: Value,
     /// The earlier rounds, oldest first.
     pub history: Vec<Past>,
     /// The incumbent's training curves by name ([`crate::digest::curves`]).

@@ -65,8 +65,8 @@ pub fn diagnose(observation: &Observation, space: &Space) -> Vec<Finding> {
         clipped_tokens,
         truncated,
         long_negatives,
-        still_improving,
         too_large,
+        still_improving,
     ];
     let stages = stages(observation, space);
     let see = |rule: fn(&Sight) -> Option<Finding>| {
@@ -298,12 +298,12 @@ fn falling<'a>(sight: &Sight<'a>) -> Option<&'a Series> {
 
 fn still_improving(sight: &Sight) -> Option<Finding> {
     let place = sight.place();
-    let remedies = |factor: f64| {
+    let remedies = || {
         [
-            sight.times("lr", factor),
             sight.times("batch", 0.5),
+            sight.times("lr", 2.0),
             sight.times("share", 2.0),
-            sight.times("lr", factor.sqrt()),
+            sight.times("lr", 4.0),
             sight.times("batch", 0.25),
         ]
     };
@@ -312,17 +312,18 @@ fn still_improving(sight: &Sight) -> Option<Finding> {
         return rises.then(|| {
             let (rise, mean) = (reward.tail_rise, reward.tail_mean);
             let because = format!("the reward of {place} still rose by {rise:.3} over the last quarter (to about {mean:.3}) with a calm gradient: it is not done");
-            sight.find("still-improving", because, remedies(2.0))
+            sight.find("still-improving", because, remedies())
         });
     }
     falling(sight).map(|loss| {
         let (fall, mean) = (-loss.tail_rise, loss.tail_mean);
         let because = format!("the loss of {place} still fell by {fall:.3} over the last quarter (to about {mean:.3}) with a calm gradient: it is not done");
-        sight.find("still-improving", because, remedies(3.0))
+        sight.find("still-improving", because, remedies())
     })
 }
 
-/// Hoffmann et al. (arXiv:2203.15556): under a budget of operations, a model that is still improving is too large for it.
+/// Under a budget of operations, a model that is still improving is too large for it (Hoffmann et al., arXiv:2203.15556). Asked before
+/// the learning rate is: halving the model doubles its updates.
 fn too_large(sight: &Sight) -> Option<Finding> {
     let loss = falling(sight).filter(|_| sight.space.known.contains_key("compute.flops"))?;
     let because = format!(
@@ -330,8 +331,8 @@ fn too_large(sight: &Sight) -> Option<Finding> {
         sight.place(),
         -loss.tail_rise
     );
-    let remedies = ["model.hidden_size", "model.layers"]
-        .map(|key| Some(vec![(key.to_string(), sight.space.dimension(key)?.smaller()?)]));
+    let sizes = ["model.layers", "model.hidden_size", "model.intermediate_size"];
+    let remedies = sizes.map(|key| Some(vec![(key.to_string(), sight.space.dimension(key)?.smaller()?)]));
     Some(sight.find("too-large", because, remedies))
 }
 

@@ -51,7 +51,7 @@ pub fn search(observation: &Observation) -> Result<Proposed> {
             .hint("Let the goal's `edit` cover the recipe, or choose another proposer.")
     })?;
     let recipe = parse(&observation.recipe_path, text)?;
-    let space = Space::of(&observation.recipe_schema, &recipe);
+    let space = Space::of(&observation.recipe_schema, &recipe, &observation.resolved);
     if space.dimensions.is_empty() {
         return Err(Failure::new(Class::Usage, "Nothing in the recipe's schema is marked as tunable.")
             .hint("The built-in search turns recipes of Hone's own trainer. Choose another proposer for a command."));

@@ -9,6 +9,8 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::edit::at;
+
 /// The values that a key may take.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Domain {
@@ -34,8 +36,8 @@ pub struct Dimension {
     pub key: String,
     /// Its values.
     pub domain: Domain,
-    /// Where it stands: the recipe's value, else the schema's default, else the value of the nearest key of the same name further up
-    /// (a stage without `lr` has the optimizer's). None where nothing says.
+    /// Where it stands: the recipe's value, else the schema's default, else what a run made of it, else the value of the nearest key of
+    /// the same name further up (a stage without `lr` has the optimizer's). None where nothing says.
     pub current: Option<Value>,
 }
 
@@ -49,10 +51,11 @@ pub struct Space {
 }
 
 impl Space {
-    /// The space of a recipe. Marks that say nothing usable are passed over.
-    pub fn of(schema: &Value, recipe: &Value) -> Self {
+    /// The space of a recipe; `resolved` is the recipe as a run filled it in (a preset's sizes), null where there is none. Marks that say
+    /// nothing usable are passed over.
+    pub fn of(schema: &Value, recipe: &Value, resolved: &Value) -> Self {
         let mut space = Self::default();
-        walk(&mut space, schema, schema, Some(recipe), None, String::new());
+        walk(&mut Walk { space: &mut space, root: schema, resolved }, schema, Some(recipe), None, String::new());
         // Of a single stage, what it inherits is turned where it comes from, and its share of the compute is all of it.
         let single = recipe["stages"].as_array().is_none_or(|stages| stages.len() < 2);
         let mut dimensions = std::mem::take(&mut space.dimensions);
@@ -120,12 +123,12 @@ impl Dimension {
         (!same(&new, now)).then_some(new)
     }
 
-    /// The next smaller size: half of a number, the next lower choice. Where it is not known where the key stands, the smallest.
+    /// The next smaller size: half of a number, the next lower choice. None where there is none, or nothing says where the key stands.
     pub fn smaller(&self) -> Option<Value> {
-        match (&self.domain, &self.current) {
-            (_, None) => Some(self.value(0.0)),
-            (Domain::Range { .. }, Some(_)) => self.scaled(0.5),
-            (Domain::Choice(choices), Some(now)) => {
+        let now = self.current.as_ref()?;
+        match &self.domain {
+            Domain::Range { .. } => self.scaled(0.5),
+            Domain::Choice(choices) => {
                 let below = |c: &&Value| c.as_f64().zip(now.as_f64()).is_some_and(|(c, now)| c < now);
                 choices
                     .iter()
@@ -205,18 +208,25 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
-fn walk(space: &mut Space, root: &Value, schema: &Value, value: Option<&Value>, default: Option<&Value>, key: String) {
+struct Walk<'a> {
+    space: &'a mut Space,
+    root: &'a Value,
+    resolved: &'a Value,
+}
+
+fn walk(on: &mut Walk, schema: &Value, value: Option<&Value>, default: Option<&Value>, key: String) {
+    let Walk { root, resolved, .. } = *on;
     let value = value.filter(|v| !v.is_null());
     let mut all = Vec::new();
     applicable(root, schema, value, &mut all);
     // The default of the enclosing mapping knows better than the type's own.
     let default = default.or_else(|| all.iter().find_map(|s| s.get("default"))).filter(|v| !v.is_null());
-    let effective = value.or(default);
+    let effective = value.or(default).or_else(|| at(resolved, &key).filter(|v| !v.is_null()));
     if let Some(domain) = all.iter().find_map(|s| domain(s.get("x-tunable")?, &all)) {
         if let Some(value) = effective {
-            space.known.insert(key.clone(), value.clone());
+            on.space.known.insert(key.clone(), value.clone());
         }
-        space.dimensions.push(Dimension { key, domain, current: effective.cloned() });
+        on.space.dimensions.push(Dimension { key, domain, current: effective.cloned() });
         return;
     }
     let join = |part: &str| if key.is_empty() { part.to_string() } else { format!("{key}.{part}") };
@@ -226,19 +236,19 @@ fn walk(space: &mut Space, root: &Value, schema: &Value, value: Option<&Value>, 
     if !properties.is_empty() && effective.is_none_or(Value::is_object) {
         for (name, schema) in properties.into_iter().filter(|_| !fixed) {
             let (value, default) = (value.and_then(|v| v.get(name)), default.and_then(|v| v.get(name)));
-            walk(space, root, schema, value, default, join(name));
+            walk(on, schema, value, default, join(name));
         }
     } else if let Some(Value::Array(list)) = value {
         // Items of a list that the recipe does not have cannot be named in an edit.
         let items: Vec<_> = all.iter().map(|s| &s["items"]).filter(|items| items.is_object()).collect();
         match items.first() {
             Some(items) => {
-                list.iter().enumerate().for_each(|(i, v)| walk(space, root, items, Some(v), None, join(&i.to_string())))
+                list.iter().enumerate().for_each(|(i, v)| walk(on, items, Some(v), None, join(&i.to_string())))
             }
-            None => drop(space.known.insert(key, Value::Array(list.clone()))),
+            None => drop(on.space.known.insert(key, Value::Array(list.clone()))),
         }
     } else if let Some(leaf) = effective {
-        space.known.insert(key, leaf.clone());
+        on.space.known.insert(key, leaf.clone());
     }
 }
 
@@ -317,7 +327,7 @@ mod tests {
     }
 
     fn space(recipe: Value) -> Space {
-        Space::of(&schemars::schema_for!(Recipe).to_value(), &recipe)
+        Space::of(&schemars::schema_for!(Recipe).to_value(), &recipe, &Value::Null)
     }
 
     #[test]
@@ -348,7 +358,7 @@ mod tests {
     #[test]
     fn smaller_sizes_are_found() {
         let layers = |recipe| space(recipe).dimension("model.layers").unwrap().smaller();
-        assert_eq!((layers(json!({})), layers(json!({"model": {"layers": 8}}))), (Some(json!(2)), Some(json!(4))));
+        assert_eq!((layers(json!({})), layers(json!({"model": {"layers": 8}}))), (None, Some(json!(4))));
         let widths = Domain::Choice(vec![json!(48), json!(64), json!(96)]);
         let width = |now| Dimension { key: "w".into(), domain: widths.clone(), current: Some(now) }.smaller();
         assert_eq!((width(json!(96)), width(json!(48))), (Some(json!(64)), None));
@@ -359,6 +369,19 @@ mod tests {
         let space = space(json!({}));
         assert_eq!(space.dimension("optimizer.lr").unwrap().current, Some(json!(1e-3)));
         assert!(space.dimensions.iter().all(|d| !d.key.starts_with("stages")));
+    }
+
+    #[test]
+    fn what_a_run_made_of_a_preset_is_known() {
+        let schema = schemars::schema_for!(Recipe).to_value();
+        let resolved = json!({"model": {"layers": 6}, "optimizer": {"lr": 0.5}});
+        let space = Space::of(&schema, &json!({"optimizer": {"lr": 2e-3}}), &resolved);
+        assert_eq!(space.dimension("model.layers").unwrap().current, Some(json!(6)));
+        assert_eq!(
+            space.dimension("optimizer.lr").unwrap().current,
+            Some(json!(2e-3)),
+            "the recipe itself comes first"
+        );
     }
 
     #[test]

@@ -125,6 +125,7 @@ pub fn observation() -> Observation {
         ]),
         recipe_path: "recipe/recipe.yaml".into(),
         recipe_schema: schema(),
+        resolved: json!({"model": {"layers": 4}}),
         history: vec![],
         curves: healthy.into_iter().map(|(name, series)| (name.to_string(), series)).collect(),
         alarms: vec![],
