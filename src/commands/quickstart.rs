@@ -10,7 +10,7 @@ use hone_runs::Result;
 
 /// Makes the workspace, runs the campaign, shows what came of it.
 pub fn run(args: &cli::Quickstart, json: bool) -> Result<()> {
-    init::create(&args.dir, Template::Addition)?;
+    init::create(&args.dir, Template::Reverse)?;
     let dir = args.dir.display().to_string();
     eprintln!("made the workspace {dir}: goal.yaml, recipe/, evals/, a git repository of its own");
     let goal = CampaignRun { goal: args.dir.join("goal.yaml"), rounds: Some(args.rounds), seed: args.seed };
