@@ -11,13 +11,14 @@ use crate::judge::{self, Confirm, Estimate, Floor, Noise, Pair, Screen, Verdict}
 use crate::progress::Progress;
 use crate::proposal::{Proposal, Proposed, Proposer};
 use crate::record::{
-    Admission, Admitted, Closed, Confirmation, Incumbent, Learned, Observed, Policy, Queued, Ruling, Screened, Subject,
-    Took, score_key, step,
+    Admission, Admitted, Closed, Confirmation, Incumbent, Learned, Observed, Policy, Queued, ReportRef, Ruling,
+    Screened, Subject, Took, score_key, step,
 };
 use crate::run::{Job, incumbent_replicate};
+use hone_evals::evaluate::Report;
 use hone_evals::stats;
 use hone_evals::suite::Subset;
-use hone_runs::{Class, Failure, Result};
+use hone_runs::{Class, Failure, Result, folder};
 use std::sync::Arc;
 
 /// Pairs of scores in the order of their seeds, up to the first that lacks one; and the verdict on that one.
@@ -210,6 +211,13 @@ impl Campaign {
             _ => return Err(Failure::new(Class::Integrity, format!("Round {round} has no usable screening."))),
         };
         ruling.flags.extend(admitted.flags.iter().cloned());
+        if ruling.estimate().is_some() {
+            let decided = match screened.confirmation.filter(|_| ruling.confirmation.is_some()) {
+                Some(confirmation) => (self.started().confirmation_seed(round, 0), confirmation.subset),
+                None => (self.started().screening_seed(incumbent.since, 0), Subset::DEV),
+            };
+            ruling.flags.extend(self.confounds(subject, &incumbent.subject, decided)?);
+        }
         self.record(round, step::JUDGE, 0, ruling).await.map(Some)
     }
 
@@ -279,6 +287,47 @@ impl Campaign {
             subset,
         };
         range.flat_map(|i| [job(i, candidate, i as i64), job(i, incumbent, incumbent_replicate(i))]).collect()
+    }
+
+    /// What besides the change differs between the two sides of a comparison, by the runs of one seed.
+    fn confounds(
+        &self,
+        candidate: &Subject,
+        incumbent: &Subject,
+        (seed, subset): (u64, Subset),
+    ) -> Result<Vec<String>> {
+        let [(ours, our_report), (theirs, their_report)] = [candidate, incumbent].map(|subject| {
+            self.with(|history| {
+                let left = history.trained(&subject.commit, seed).and_then(|t| t.left.clone());
+                let report = history.measured(&subject.commit, seed, &subset).and_then(|m| m.reports.first().cloned());
+                (left, report)
+            })
+        });
+        let mut flags = Vec::new();
+        if let (Some(ours), Some(theirs)) = (ours, theirs) {
+            let ratios =
+                [(ours.flops / theirs.flops, "operations"), (ours.tokens as f64 / theirs.tokens as f64, "tokens")];
+            let more = ratios.iter().filter(|(ratio, _)| *ratio > 1.1);
+            flags.extend(more.map(|(ratio, what)| format!("a run counted {ratio:.2} times the incumbent's {what}")));
+        }
+        let print = |report: Option<ReportRef>| {
+            let path = self.workspace.runs_path(&self.name).join(report?.path);
+            Some(folder::read_json::<Report>(&path).ok()??.fingerprint)
+        };
+        let (Some(ours), Some(theirs)) = (print(our_report), print(their_report)) else {
+            flags.push("the reports behind it cannot be compared".into());
+            return Ok(flags);
+        };
+        let (model, rest): (Vec<_>, Vec<_>) =
+            ours.differences(&theirs).into_iter().partition(|name| name.starts_with("model."));
+        if !rest.is_empty() {
+            return Err(Failure::new(Class::Integrity, format!("The two sides were measured differently: {}.", rest.join(", ")))
+                .hint("Hone was changed since the campaign began. Go on with the version that it began with, or start a new campaign, which measures a new baseline."));
+        }
+        if !model.is_empty() {
+            flags.push(format!("measured with another {}", model.join(", ")));
+        }
+        Ok(flags)
     }
 
     /// Asks the floors on the confirmation's own runs. A broken floor is worse, whatever was won; one without evidence does not hold.

@@ -102,6 +102,7 @@ impl Campaign {
         let tree = self.tree(&job.subject)?;
         let mut argv = self.tools.exe.clone();
         argv.extend(["train".into(), self.goal().run.recipe.clone(), "--out".into(), text(folder), "--resume".into()]);
+        argv.extend(["--workspace".into(), ".".into()]);
         argv.extend(["--seed".into(), job.seed.to_string(), "--threads".into(), self.tools.threads.to_string()]);
         argv.extend(self.tools.device.iter().flat_map(|device| ["--device".into(), device.clone()]));
         // The baseline's own runs set the compute; every later run may count as much and no more.
@@ -153,9 +154,9 @@ impl Campaign {
             let to = place.join("report.json");
             let mut argv = self.tools.exe.clone();
             argv.extend(["eval".into(), suite.clone(), "--model".into(), text(&folder.join(&left.checkpoint))]);
-            argv.extend(["--split".into(), job.subset.split.to_string()]);
+            argv.extend(["--workspace".into(), ".".into(), "--split".into(), job.subset.split.to_string()]);
             if let Some((part, of)) = job.subset.fold {
-                argv.extend(["--fold".into(), format!("{}/{of}", part + 1)]);
+                argv.extend(["--fold".into(), format!("{part}/{of}")]);
             }
             argv.extend(["--seed".into(), job.seed.to_string(), "--threads".into(), self.tools.threads.to_string()]);
             argv.extend(self.tools.device.iter().flat_map(|device| ["--device".into(), device.clone()]));

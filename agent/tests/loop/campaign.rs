@@ -328,6 +328,32 @@ async fn a_gain_that_breaks_a_floor_is_worse() {
 }
 
 #[tokio::test]
+async fn what_else_differs_is_flagged_and_left_to_a_person() {
+    let place = Place::with_goal(
+        &GOAL.replace("when: better", "when: better, unless: flagged").replace("rounds: 3", "rounds: 2"),
+    );
+    let script = Script::of(|seen| {
+        let edit = |key: &str, value| Edit::Set { file: "recipe/recipe.yaml".into(), key: key.into(), value };
+        let mode = ["hungry", "segmented"][seen.round as usize - 1];
+        Ok(proposal(mode, vec![edit("mode", json!(mode)), edit("lr", json!(0.3))]))
+    });
+    Setting::default().drive(&place, &script).await.unwrap();
+    let history = place.history().await;
+    let flags = |n: u32| history.rounds[&n].ruling.as_ref().unwrap().flags.clone();
+    assert_eq!(flags(1), ["a run counted 2.00 times the incumbent's operations"]);
+    assert_eq!(flags(2), ["measured with another model.segmentation"]);
+    assert_eq!(verdicts(&place).await, [Some(Verdict::Better); 2]);
+    assert!(history.kept.is_empty());
+    assert_eq!(review::items(&history).len(), 2);
+
+    // Measured by another harness is not comparable at all.
+    let place = Place::usual();
+    let failure = Setting::default().drive(&place, &Script::sets(&[("mode", json!("newer"))])).await.unwrap_err();
+    assert_eq!(failure.class, Class::Integrity);
+    assert!(failure.message.contains("harness"), "{failure}");
+}
+
+#[tokio::test]
 async fn a_request_pauses_or_stops_at_the_next_step() {
     for (wanted, rounds_made) in [(Request::Pause, 1), (Request::Stop, 2)] {
         let place = Place::usual();
