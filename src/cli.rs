@@ -276,7 +276,7 @@ pub struct Eval {
     /// Which items.
     #[arg(long, value_enum, default_value = "dev")]
     pub split: Split,
-    /// One of F disjoint folds of the split, as J/F (J from 1).
+    /// One of F disjoint folds of the split, as J/F (J from 0).
     #[arg(long, value_name = "J/F")]
     pub fold: Option<String>,
     /// Seed of the samples.

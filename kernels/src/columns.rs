@@ -37,7 +37,7 @@ impl<'a> Columns<'a> {
 
     /// The rows from row `first` on.
     #[inline(always)]
-    pub(crate) fn from_row(self, first: usize) -> Self {
+    pub(crate) fn starting_at(self, first: usize) -> Self {
         Self { data: &self.data[(first * self.stride).min(self.data.len())..], ..self }
     }
 
@@ -86,7 +86,7 @@ impl<'a> ColumnsMut<'a> {
 
     /// The rows from row `first` on.
     #[inline(always)]
-    pub(crate) fn from_row(&mut self, first: usize) -> ColumnsMut<'_> {
+    pub(crate) fn starting_at(&mut self, first: usize) -> ColumnsMut<'_> {
         let first = (first * self.stride).min(self.data.len());
         ColumnsMut { data: &mut self.data[first..], ..*self }
     }

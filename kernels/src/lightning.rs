@@ -106,7 +106,7 @@ pub fn forward(
     let states = states(shape, forest, &decays, k, v, finals.is_some());
     let outs = [Rows { cols: q.cols(), data: out.data_mut() }];
     for_heads(forest, shape.heads(), outs, |tree, head, [mut out]| {
-        let inputs = [q, k, v].map(|x| Columns::part(x, head, shape.heads()).from_row(tree.rows.start));
+        let inputs = [q, k, v].map(|x| Columns::part(x, head, shape.heads()).starting_at(tree.rows.start));
         let decay = decays.head(head);
         scratch::with(needs(decay, shape.head_dim).forward(), |memory| {
             dispatch!(|s| forward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut out));
@@ -138,7 +138,7 @@ pub fn backward(
         Rows { cols: x.cols(), data: x.data_mut() }
     });
     for_heads(forest, shape.heads(), outs, |tree, head, mut grads| {
-        let inputs = [q, k, v, d_out].map(|x| Columns::part(x, head, shape.heads()).from_row(tree.rows.start));
+        let inputs = [q, k, v, d_out].map(|x| Columns::part(x, head, shape.heads()).starting_at(tree.rows.start));
         let decay = decays.head(head);
         scratch::with(needs(decay, shape.head_dim).backward(), |memory| {
             dispatch!(|s| backward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut grads));
@@ -363,7 +363,7 @@ fn forward_head<S: Simd>(
         let mut live = enter(forest, segment, head, states, kv);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(k.from_row(start), len, packed);
+            pack(k.starting_at(start), len, packed);
             let before = live.then_some(&*kv);
             let mut t = 0;
             while t + BLOCK <= len {
@@ -377,7 +377,7 @@ fn forward_head<S: Simd>(
             if start + len < rows.end {
                 revive(&mut live, kv);
                 let (shrink, powers) = (decay.at(len), decay.ending(len));
-                fold_packed(s, shrink, powers, packed, v.from_row(start), d, kv, weights, room);
+                fold_packed(s, shrink, powers, packed, v.starting_at(start), d, kv, weights, room);
             }
         }
     }
@@ -441,7 +441,7 @@ fn forward_rows<S: Simd, const R: usize>(
     for (r, weights) in parts_mut::<R>(weights, room).into_iter().enumerate() {
         fade(s, decay, &mut weights[..keys], t + r + 1);
     }
-    mix(s, parts::<R>(weights, room).map(|w| &w[..keys]), v.from_row(start), out, first);
+    mix(s, parts::<R>(weights, room).map(|w| &w[..keys]), v.starting_at(start), out, first);
 }
 
 /// The weights of the `seen` first keys decay with their distance to the last of them; the others become 0.
@@ -481,8 +481,8 @@ fn backward_head<S: Simd>(
         let mut live = enter(forest, segment, head, states, kv);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(k.from_row(start), len, keys);
-            pack(v.from_row(start), len, values);
+            pack(k.starting_at(start), len, keys);
+            pack(v.starting_at(start), len, values);
             if live {
                 pack(Columns::new(kv, d, 0, d), d, kv_packed);
             }
@@ -500,7 +500,7 @@ fn backward_head<S: Simd>(
             if start + len < rows.end {
                 revive(&mut live, kv);
                 let (shrink, powers) = (decay.at(len), decay.ending(len));
-                fold_packed(s, shrink, powers, keys, v.from_row(start), d, kv, weights, room);
+                fold_packed(s, shrink, powers, keys, v.starting_at(start), d, kv, weights, room);
             }
         }
     }
@@ -532,9 +532,9 @@ fn backward_head<S: Simd>(
             }
             if start > rows.start || parent.is_some() {
                 revive(&mut live, kv);
-                pack(q.from_row(start), len, keys);
+                pack(q.starting_at(start), len, keys);
                 let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
-                fold_packed(s, shrink, powers, keys, d_out.from_row(start), d, kv, weights, room);
+                fold_packed(s, shrink, powers, keys, d_out.starting_at(start), d, kv, weights, room);
             }
         }
         if let Some(parent) = parent {
@@ -584,9 +584,9 @@ fn backward_rows<S: Simd, const R: usize>(
     }
     let weights = parts::<R>(weights, room).map(|w| &w[..seen]);
     let slopes = parts::<R>(slopes, room).map(|w| &w[..seen]);
-    mix(s, slopes, k.from_row(start), dq, first);
-    spread(s, slopes, queries, &mut dk.from_row(start));
-    spread(s, weights, d_outs, &mut dv.from_row(start));
+    mix(s, slopes, k.starting_at(start), dq, first);
+    spread(s, slopes, queries, &mut dk.starting_at(start));
+    spread(s, weights, d_outs, &mut dv.starting_at(start));
 }
 
 /// What reaches dk and dv of `R` rows from row `t` of a chunk of `len` on through the state after the chunk, whose gradient
@@ -643,7 +643,7 @@ fn states(shape: &Heads, forest: &Forest, decays: &Decays, k: &Tensor, v: &Tenso
             let rows = forest.rows_of(segment);
             let fold_head = |(head, kv): (usize, &mut [f32])| {
                 for start in rows.clone().step_by(shape.block) {
-                    let [k, v] = [k, v].map(|x| Columns::part(x, head, shape.heads()).from_row(start));
+                    let [k, v] = [k, v].map(|x| Columns::part(x, head, shape.heads()).starting_at(start));
                     fold(decays.head(head), k, v, shape.block.min(rows.end - start), d, kv);
                 }
             };

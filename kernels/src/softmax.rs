@@ -58,7 +58,7 @@ pub fn forward(shape: Heads, forest: &Forest, q: &Tensor, k: &Tensor, v: &Tensor
     lse.resize(&[forest.rows(), shape.heads]);
     let outs = [Rows { cols: q.cols(), data: out.data_mut() }, Rows { cols: shape.heads, data: lse.data_mut() }];
     for_heads(forest, shape.kv_heads, outs, |tree, head, [mut out, mut lse]| {
-        let [q, k, v] = [q, k, v].map(|x| Columns::part(x, head, shape.kv_heads).from_row(tree.rows.start));
+        let [q, k, v] = [q, k, v].map(|x| Columns::part(x, head, shape.kv_heads).starting_at(tree.rows.start));
         let (packed, room) = room(forest, tree, shape.head_dim);
         scratch::with(packed + BLOCK * (shape.head_dim + room), |memory| {
             let (keys, memory) = memory.split_at_mut(packed);
@@ -89,7 +89,7 @@ pub fn backward(
     let outs = [dq, dk, dv].map(|x| Rows { cols: x.cols(), data: x.data_mut() });
     for_heads(forest, shape.kv_heads, outs, |tree, head, mut grads| {
         let inputs = [q, k, v, out, lse, d_out];
-        let inputs = inputs.map(|x| Columns::part(x, head, shape.kv_heads).from_row(tree.rows.start));
+        let inputs = inputs.map(|x| Columns::part(x, head, shape.kv_heads).starting_at(tree.rows.start));
         let (packed, room) = room(forest, tree, shape.head_dim);
         scratch::with(2 * packed + BLOCK * (shape.head_dim + 2 * room), |memory| {
             let (packed, memory) = memory.split_at_mut(2 * packed);
@@ -219,7 +219,7 @@ fn forward_head<S: Simd>(
     for segment in tree.segments.clone() {
         let (path, own) = walk.visit(segment);
         let len = own.rows.len();
-        pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        pack(k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
         for head in 0..group {
             let (q, mut out, mut lse) = (q.within(head, group), out.within(head, group), lse.within(head, group));
             let mut t = 0;
@@ -271,10 +271,10 @@ fn forward_rows<S: Simd, const R: usize>(
     let mut at = 0;
     for (_, run) in path {
         let keys = run.rows.len();
-        mix(s, weights.map(|w| &w[at..at + keys]), v.from_row(run.rows.start), out, first);
+        mix(s, weights.map(|w| &w[at..at + keys]), v.starting_at(run.rows.start), out, first);
         at += keys;
     }
-    mix(s, weights.map(|w| &w[at..total]), v.from_row(own.rows.start), out, first);
+    mix(s, weights.map(|w| &w[at..total]), v.starting_at(own.rows.start), out, first);
     for (r, sum) in sums.into_iter().enumerate() {
         let share = s.splat_f32s(1.0 / sum);
         map(s, out.row(first + r), |x| s.mul_f32s(x, share));
@@ -335,8 +335,8 @@ fn backward_head<S: Simd>(
     for segment in tree.segments.clone() {
         let (path, own) = walk.visit(segment);
         let len = own.rows.len();
-        pack(k.from_row(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
-        pack(v.from_row(own.rows.start), len, &mut values[own.panel * LANES * d..]);
+        pack(k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        pack(v.starting_at(own.rows.start), len, &mut values[own.panel * LANES * d..]);
         for head in 0..group {
             let inputs = [q, out, lse, d_out].map(|x| x.within(head, group));
             let packed = [&*keys, &*values];
@@ -397,9 +397,9 @@ fn backward_rows<S: Simd, const R: usize>(
     let runs = path.iter().map(|(_, run)| (run.rows.start, run.rows.len())).chain([(own.rows.start, t + R)]);
     for (row, keys) in runs {
         let (weights, slopes) = (weights.map(|w| &w[at..at + keys]), slopes.map(|w| &w[at..at + keys]));
-        mix(s, slopes, k.from_row(row), dq, first);
-        spread(s, slopes, queries, &mut dk.from_row(row));
-        spread(s, weights, d_outs, &mut dv.from_row(row));
+        mix(s, slopes, k.starting_at(row), dq, first);
+        spread(s, slopes, queries, &mut dk.starting_at(row));
+        spread(s, weights, d_outs, &mut dv.starting_at(row));
         at += keys;
     }
     let scale = s.splat_f32s(shape.scale);

@@ -51,12 +51,12 @@ pub fn run(args: &cli::Eval, json: bool) -> Result<()> {
     output::either(json, &report, || report.table())
 }
 
-/// `J/F`, J from 1; the first of F folds has the index 0.
+/// `J/F`, J from 0.
 fn fold(text: &str) -> Result<(usize, usize)> {
     let parts = text.split_once('/').and_then(|(j, f)| Some((j.parse().ok()?, f.parse().ok()?)));
-    parts.filter(|(j, f): &(usize, usize)| (1..=*f).contains(j)).map(|(j, f)| (j - 1, f)).ok_or_else(|| {
+    parts.filter(|(j, f): &(usize, usize)| j < f).ok_or_else(|| {
         Failure::new(Class::Usage, format!("`{text}` is not a fold."))
-            .hint("write J/F with J from 1 to F, e.g. --fold 1/4")
+            .hint("write J/F with J from 0 to F - 1, e.g. --fold 0/4")
     })
 }
 

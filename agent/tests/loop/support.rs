@@ -170,9 +170,11 @@ fn check_recipe(tree: &Path, recipe: &str) -> Result<RecipeFacts> {
     }
 }
 
+type Answer = dyn Fn(&Observation) -> Result<Proposed> + Send + Sync;
+
 /// A proposer that says what a test tells it, round by round.
 #[derive(Clone)]
-pub struct Script(pub Arc<dyn Fn(&Observation) -> Result<Proposed> + Send + Sync>);
+pub struct Script(pub Arc<Answer>);
 
 impl Script {
     /// Sets `key` of the recipe to the round's value; the last is repeated.

@@ -171,7 +171,7 @@ fn bits_are_those_of_no_vector_instructions() {
     let mut plain = Tensor::zeros(out.shape());
     for tree in forest.trees() {
         for head in 0..2 {
-            let [q, k, v] = x.each_ref().map(|x| Columns::part(x, head, 2).from_row(tree.rows.start));
+            let [q, k, v] = x.each_ref().map(|x| Columns::part(x, head, 2).starting_at(tree.rows.start));
             let mut lse = Tensor::zeros(&[tree.rows.len(), 2]);
             let mut lse = ColumnsMut::new(lse.data_mut(), 2, 0, 2);
             let mut out = ColumnsMut::new(&mut plain.data_mut()[tree.rows.start * 80..], 80, head * 40, 40);
