@@ -96,7 +96,7 @@ fn kind(schema: &Value) -> String {
     if let Some(values) = schema["enum"].as_array() {
         return list(values);
     }
-    for alternatives in ["anyOf", "oneOf", "allOf"].iter().filter_map(|k| schema[*k].as_array()) {
+    if let Some(alternatives) = ["anyOf", "oneOf", "allOf"].iter().find_map(|k| schema[*k].as_array()) {
         let parts: Vec<_> = alternatives.iter().filter(|a| a["type"] != "null").map(kind).collect();
         return parts.join(" or ");
     }
