@@ -15,10 +15,12 @@ fn propose(observation: &Observation) -> Proposal {
 }
 
 fn sets(proposal: &Proposal) -> Vec<(&str, &Value)> {
-    let of = |edit| match edit {
-        &Edit::Set { ref key, ref value, .. } => (key.as_str(), value),
-        other => panic!("{other:?}"),
-    };
+    fn of(edit: &Edit) -> (&str, &Value) {
+        match edit {
+            Edit::Set { key, value, .. } => (key.as_str(), value),
+            other => panic!("{other:?}"),
+        }
+    }
     proposal.edits.iter().map(of).collect()
 }
 
