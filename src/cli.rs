@@ -71,6 +71,9 @@ pub enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
+    /// Print the reference page of the command line.
+    #[command(hide = true)]
+    Reference,
     /// Watch one run's process tree (started by the launcher, not by people).
     #[command(hide = true)]
     Supervise {
@@ -276,7 +279,7 @@ pub struct Eval {
     /// Which items.
     #[arg(long, value_enum, default_value = "dev")]
     pub split: Split,
-    /// One of F disjoint folds of the split, as J/F (J from 0).
+    /// One of F disjoint folds of the split, as J/F (J from 1).
     #[arg(long, value_name = "J/F")]
     pub fold: Option<String>,
     /// Seed of the samples.

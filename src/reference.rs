@@ -1,5 +1,7 @@
-//! The reference pages of the book, rendered from the JSON Schemas: one table a type, one row a key.
+//! The reference pages of the book, rendered from the JSON Schemas (one table a type, one row a key) and from the command line (one
+//! section a command, one row an argument).
 
+use clap::{Arg, Command};
 use serde_json::{Map, Value};
 use std::fmt::Write;
 
@@ -131,4 +133,61 @@ fn bare(value: &Value) -> String {
 
 fn cell(text: &str) -> String {
     text.replace('|', "\\|")
+}
+
+/// Renders the command line as Markdown: every command that a person types, in the order of the help.
+pub fn commands(root: &mut Command) -> String {
+    root.build();
+    let mut out = format!("# {}\n\n{}.\n\nEvery command takes:\n\n", root.get_name(), about(root));
+    arguments(&mut out, root.get_arguments().filter(|arg| arg.is_global_set()));
+    root.get_subcommands().for_each(|command| section(&mut out, command, root.get_name()));
+    out.truncate(out.trim_end().len());
+    out.push('\n');
+    out
+}
+
+fn section(out: &mut String, command: &Command, above: &str) {
+    if command.is_hide_set() || command.get_name() == "help" {
+        return;
+    }
+    let name = format!("{above} {}", command.get_name());
+    if command.has_subcommands() {
+        return command.get_subcommands().for_each(|below| section(out, below, &name));
+    }
+    let usage = command.clone().render_usage().to_string();
+    let usage = usage.trim_start_matches("Usage: ").trim();
+    let _ = writeln!(out, "## {name}\n\n{}.\n\n```console\n$ {usage}\n```\n", about(command));
+    let of_its_own =
+        |arg: &&Arg| !arg.is_global_set() && !arg.is_hide_set() && arg.get_id() != "help" && arg.get_id() != "version";
+    arguments(out, command.get_arguments().filter(of_its_own));
+}
+
+fn about(command: &Command) -> String {
+    command.get_about().map(|about| about.to_string()).unwrap_or_default()
+}
+
+fn arguments<'a>(out: &mut String, arguments: impl Iterator<Item = &'a Arg>) {
+    let mut arguments = arguments.peekable();
+    if arguments.peek().is_none() {
+        return;
+    }
+    let _ = writeln!(out, "| argument | default | what it is |\n|---|---|---|");
+    for arg in arguments {
+        let default: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+        let default = match default.join(" ") {
+            _ if !arg.get_action().takes_values() => String::new(),
+            none if none.is_empty() && arg.is_required_set() => "required".into(),
+            none if none.is_empty() => none,
+            some => format!("`{some}`"),
+        };
+        let values: Vec<_> = arg.get_possible_values().iter().map(|v| format!("`{}`", v.get_name())).collect();
+        let values = match &values[..] {
+            [] => String::new(),
+            _ if !arg.get_action().takes_values() => String::new(),
+            some => format!(" ({})", some.join(", ")),
+        };
+        let help = arg.get_help().map(|help| help.to_string()).unwrap_or_default();
+        let _ = writeln!(out, "| `{}` | {default} | {}{values} |", cell(&arg.to_string()), cell(&help));
+    }
+    out.push('\n');
 }

@@ -83,23 +83,6 @@ pub fn curves(metrics: &Metrics) -> BTreeMap<String, Series> {
     split.into_iter().map(|(name, points)| (name, Series::of(&points))).collect()
 }
 
-/// One alarm of the trainer: a line of a run's `alarms.jsonl`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Alarm {
-    /// The step at which it was raised.
-    pub step: u64,
-    /// Its name, e.g. `groups-equal`.
-    pub name: String,
-    /// The metric that shows it.
-    pub metric: String,
-    /// The metric's value then.
-    pub value: f64,
-    /// What it means.
-    pub cause: String,
-    /// What to change.
-    pub remedy: String,
-}
-
 /// What a marker line says went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -398,7 +398,8 @@ impl History {
             .collect()
     }
 
-    /// How much runs of one commit differ: from the incumbents of rounds up to `round`, each on its screening seeds.
+    /// How much runs of one commit differ, as rounds up to `round` found: the replicates of each incumbent on its screening seeds, and those
+    /// of each earlier confirmation's incumbent. Groups of their own: they were measured on other items.
     pub fn noise(&self, round: u32) -> Noise {
         let mut incumbents = vec![self.baseline()];
         for (_, earlier) in self.rounds.range(..=round) {
@@ -406,8 +407,26 @@ impl History {
                 incumbents.push(observed.incumbent.clone());
             }
         }
-        let groups: Vec<Vec<f64>> = incumbents.iter().map(|i| self.screening_scores(i)).collect();
+        let screened = incumbents.iter().map(|incumbent| self.screening_scores(incumbent));
+        let confirmed = self.rounds.range(..round).map(|(number, earlier)| self.confirmed_incumbent(*number, earlier));
+        let groups: Vec<Vec<f64>> = screened.chain(confirmed).collect();
         Noise::of(groups.iter().map(Vec::as_slice))
+    }
+
+    /// The incumbent's scores that a round's confirmation rests on: as many as its estimate counts, not what was run beyond to fill the
+    /// machine. None where nothing was confirmed.
+    fn confirmed_incumbent(&self, number: u32, round: &Round) -> Vec<f64> {
+        let confirmation = round.screened.as_ref().and_then(|s| s.confirmation);
+        let estimate = round.ruling.as_ref().and_then(|r| r.confirmation);
+        let (Some(confirmation), Some(estimate), Some(observed)) = (confirmation, estimate, &round.observed) else {
+            return Vec::new();
+        };
+        let (commit, key) = (&observed.incumbent.subject.commit, self.metric_key());
+        let score = |seed| match self.score(commit, seed, &confirmation.subset, &key) {
+            Some(Score::Is(score)) => Some(score),
+            _ => None,
+        };
+        (0..estimate.n).filter_map(|i| score(self.started.confirmation_seed(number, i))).collect()
     }
 
     /// Counted operations of the dearest baseline run: what every later run may spend.

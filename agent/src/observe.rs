@@ -3,7 +3,7 @@
 
 use crate::admit::editable_files;
 use crate::campaign::Campaign;
-use crate::digest::{self, Alarm, LogDigest, clean, cut};
+use crate::digest::{self, LogDigest, clean, cut};
 use crate::history::{History, Round};
 use crate::judge::Verdict;
 use crate::proposal::{FailedSample, Incumbent, Metric, Observation, Past};
@@ -11,6 +11,7 @@ use crate::record::{self, Observed, Status};
 use hone_evals::evaluate::ItemResult;
 use hone_evals::stats;
 use hone_evals::suite::Subset;
+use hone_runs::alarm::Alarm;
 use hone_runs::{Result, metrics};
 use serde_json::Value;
 use std::fs::File;

@@ -6,12 +6,13 @@ use std::future::Future;
 use std::pin::Pin;
 
 pub use hone_evals::remote::Message;
+use hone_runs::alarm::Alarm;
 use hone_runs::{Failure, Result};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::digest::{Alarm, Series};
+use crate::digest::Series;
 use crate::edit::{Change, Edit};
 use crate::judge::{Direction, Verdict};
 

@@ -156,7 +156,7 @@ impl Campaign {
             argv.extend(["eval".into(), suite.clone(), "--model".into(), text(&folder.join(&left.checkpoint))]);
             argv.extend(["--workspace".into(), ".".into(), "--split".into(), job.subset.split.to_string()]);
             if let Some((part, of)) = job.subset.fold {
-                argv.extend(["--fold".into(), format!("{part}/{of}")]);
+                argv.extend(["--fold".into(), format!("{}/{of}", part + 1)]);
             }
             argv.extend(["--seed".into(), job.seed.to_string(), "--threads".into(), self.tools.threads.to_string()]);
             argv.extend(self.tools.device.iter().flat_map(|device| ["--device".into(), device.clone()]));
@@ -166,11 +166,9 @@ impl Campaign {
             self.effect(Effect::Measured)?;
             // Asked after each evaluation and before its number is used.
             if let Some(changed) = self.workspace.differences(&self.started().trusted, &trusted)?.first() {
-                return Err(Failure::new(
-                    Class::Integrity,
-                    format!("{} was changed during an evaluation.", trusted.join(changed).display()),
-                )
-                .hint("Find what wrote there. Then remove the folder, which is made anew, and resume."));
+                let message = format!("{} was changed during an evaluation.", trusted.join(changed).display());
+                let hint = "Find what wrote there. Then remove the folder, which is made anew, and resume.";
+                return reject(&place, Failure::new(Class::Integrity, message).hint(hint));
             }
             let took = match came {
                 Came::Done(took) => took,
@@ -182,7 +180,7 @@ impl Campaign {
             };
             measured.volatile.wall_s += took.wall_s;
             measured.volatile.peak_rss = measured.volatile.peak_rss.max(took.peak_rss);
-            self.take_report(&mut measured, &suite, &to, &left.hash)?;
+            self.take_report(&mut measured, &suite, &to, &left.hash).or_else(|failure| reject(&place, failure))?;
         }
         Ok(measured)
     }
@@ -254,11 +252,12 @@ impl Campaign {
                 Ok(came) => return Ok(came),
                 Err(failure) => failure,
             };
+            // The failure says nothing of the run: its terminal record goes aside, so that the next launch, now or after a pause, starts
+            // it again.
+            run.reopen()?;
             if failure.class != Class::Infrastructure {
                 return Err(failure);
             }
-            // The terminal record goes aside, so that the next launch, now or after a pause, starts the run again.
-            run.reopen()?;
             self.lost(job, attempt, &failure).await?;
             if attempt >= ATTEMPTS {
                 let message = format!("The run {} failed {attempt} times: {}", spec.folder.display(), failure.message);
@@ -351,6 +350,12 @@ fn classify(outcome: &Outcome, trusted: bool) -> Result<Came> {
         }
         Ending::Signal(signal) => invalid(format!("The run crashed with signal {signal}.")),
     }
+}
+
+/// Lets what is not believed be run again after a resume.
+fn reject<T>(folder: &Path, failure: Failure) -> Result<T> {
+    RunFolder::open(folder)?.reopen()?;
+    Err(failure)
 }
 
 fn limit_name(limit: hone_runs::launcher::Limit) -> &'static str {

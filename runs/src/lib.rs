@@ -1,6 +1,7 @@
 //! Run folders, the ledger and the launchers; and the few words that every crate above shares: failures with their exit
 //! codes, random draws, quantities, and the reading of the YAML that people write. Knows no model, no goal and no agent.
 
+pub mod alarm;
 mod cgroup;
 pub mod config;
 pub mod draw;

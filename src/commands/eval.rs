@@ -51,12 +51,13 @@ pub fn run(args: &cli::Eval, json: bool) -> Result<()> {
     output::either(json, &report, || report.table())
 }
 
-/// `J/F`, J from 0.
+/// `J/F`, J from 1 as people count; [`Subset::fold`] counts from 0.
 fn fold(text: &str) -> Result<(usize, usize)> {
     let parts = text.split_once('/').and_then(|(j, f)| Some((j.parse().ok()?, f.parse().ok()?)));
-    parts.filter(|(j, f): &(usize, usize)| j < f).ok_or_else(|| {
+    let fold = parts.filter(|(j, f): &(usize, usize)| (1..=*f).contains(j)).map(|(j, f)| (j - 1, f));
+    fold.ok_or_else(|| {
         Failure::new(Class::Usage, format!("`{text}` is not a fold."))
-            .hint("write J/F with J from 0 to F - 1, e.g. --fold 0/4")
+            .hint("write J/F with J from 1 to F, e.g. --fold 1/4")
     })
 }
 

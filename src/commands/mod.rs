@@ -11,8 +11,12 @@ mod review;
 mod runs;
 mod train;
 
-use crate::cli::{Cli, Command, Compute, Device};
+use crate::{
+    cli::{Cli, Command, Compute, Device},
+    output, reference,
+};
 use clap::CommandFactory;
+use hone_evals::mask::Masker;
 use hone_runs::{Class, Failure, Result, failure::Context};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -38,24 +42,29 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
             clap_complete::generate(*shell, &mut Cli::command(), "hone", &mut std::io::stdout());
             Ok(())
         }
+        Command::Reference => {
+            output::text(&reference::commands(&mut Cli::command()));
+            Ok(())
+        }
         Command::Supervise { spec } => return Ok(hone_runs::supervisor::main(spec)),
     }?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Sends tracing to stderr: warnings, or more with `-v`.
+/// Sends tracing to stderr, secrets masked (libraries log what they send): warnings, or more with `-v`.
 pub fn log(verbose: u8) {
     let level = match verbose {
         0 => tracing::Level::WARN,
         1 => tracing::Level::INFO,
         _ => tracing::Level::DEBUG,
     };
+    let masker = Masker::from_environment::<&str>([]);
     tracing_subscriber::fmt()
         .with_max_level(level)
         .with_target(false)
         .without_time()
         .with_ansi(crate::output::colour())
-        .with_writer(std::io::stderr)
+        .with_writer(move || masker.writer(std::io::stderr()))
         .init();
 }
 

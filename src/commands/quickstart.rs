@@ -16,10 +16,10 @@ pub fn run(args: &cli::Quickstart, json: bool) -> Result<()> {
     let goal = CampaignRun { goal: args.dir.join("goal.yaml"), rounds: Some(args.rounds), seed: args.seed };
     let overview = campaign::start(&goal, &Options { rounds: goal.rounds, seed: goal.seed })?;
     output::either(json, &overview, || {
-        let item = overview.queue.iter().find(|item| item.open).map_or("c1/r001", |item| item.id.as_str());
-        format!(
-            "{}\n\nWhat next:\n  cd {dir}\n  hone review show {item}\n  hone review keep {item}\n  hone campaign run --rounds 8",
-            campaign::page(&overview)
-        )
+        let review = match overview.queue.iter().find(|item| item.open) {
+            Some(item) => format!("  hone review show {0}\n  hone review keep {0}", item.id),
+            None => format!("  hone campaign status {}", overview.campaign),
+        };
+        format!("{}\n\nWhat next:\n  cd {dir}\n{review}\n  hone campaign run --rounds 8", campaign::page(&overview))
     })
 }

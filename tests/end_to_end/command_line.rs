@@ -59,16 +59,20 @@ fn a_recipe_that_diverges_exits_5_and_keeps_the_last_good_checkpoint() {
 }
 
 #[test]
-fn the_reference_pages_are_what_the_schemas_say() {
-    for kind in ["goal", "recipe", "suite"] {
-        let page = expect(hone().args(["schema", "--markdown", kind]), 0).stdout;
-        let path = format!("{}/docs/reference/{kind}.md", env!("CARGO_MANIFEST_DIR"));
+fn the_reference_pages_are_what_the_program_says() {
+    let schema = |kind| ["schema", "--markdown", kind];
+    let pages: [(&str, &[&str]); 4] = [
+        ("goal", &schema("goal")),
+        ("recipe", &schema("recipe")),
+        ("suite", &schema("suite")),
+        ("commands", &["reference"]),
+    ];
+    for (name, arguments) in pages {
+        let page = expect(hone().args(arguments), 0).stdout;
+        let path = format!("{}/docs/reference/{name}.md", env!("CARGO_MANIFEST_DIR"));
         let kept = std::fs::read_to_string(&path).unwrap_or_default();
-        assert_eq!(
-            kept,
-            String::from_utf8_lossy(&page),
-            "{path} is stale: hone schema --markdown {kind} > docs/reference/{kind}.md"
-        );
+        let made = String::from_utf8_lossy(&page);
+        assert_eq!(kept, made, "stale: hone {} > docs/reference/{name}.md", arguments.join(" "));
     }
 }
 

@@ -5,32 +5,13 @@
 //! Signs and remedies are those of MiniMax-M1 (arXiv:2506.13585 §3.2, §5), ScaleRL (arXiv:2510.13786) and DAPO
 //! (arXiv:2503.14476); thresholds that they do not give are our choice, and say so here by being constants.
 
+pub use hone_runs::alarm::{Alarm, FILE};
 use hone_runs::{Result, folder};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The file's name in a run's folder: one JSON line an alarm.
-pub const FILE: &str = "alarms.jsonl";
-
 /// How many steps in a row a sign must show before it is an alarm.
 pub const PATIENCE: u32 = 5;
-
-/// One alarm, raised once a stage.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct Alarm {
-    /// The step at which it was raised.
-    pub step: u64,
-    /// Its name, e.g. `groups-equal`.
-    pub name: String,
-    /// The metric that shows it.
-    pub metric: String,
-    /// The metric's value then.
-    pub value: f64,
-    /// What it means and what commonly causes it.
-    pub cause: String,
-    /// What to change.
-    pub remedy: String,
-}
 
 /// The value of another metric of the same step.
 type Others<'a> = dyn Fn(&str) -> Option<f64> + 'a;

@@ -50,6 +50,10 @@ async fn a_campaign_keeps_what_is_better_and_closes_on_it() {
     assert!((total.effect - 0.3).abs() < 0.02, "{total:?}");
     assert_eq!((closed.subset.fold, total.n), (Some((4, 5)), 4));
 
+    // What is known of the noise grows: the two baseline runs, then the incumbent's side of the confirmation and the new incumbent's runs.
+    let confirmed = history.rounds[&1].ruling.as_ref().unwrap().confirmation.unwrap().n;
+    assert_eq!((history.noise(1).df, history.noise(2).df), (1, 1 + (confirmed - 1) + 1));
+
     // Each confirmation has its own level, seeds and items; no seed serves two purposes.
     let confirmations: Vec<_> = history.rounds.values().filter_map(|r| r.screened.as_ref()?.confirmation).collect();
     assert_eq!(
@@ -432,9 +436,14 @@ async fn a_baseline_without_a_score_is_said_at_once() {
 #[tokio::test]
 async fn a_report_of_another_checkpoint_is_an_integrity_violation() {
     let place = Place::usual();
-    let failure = Setting::default().drive(&place, &Script::sets(&[("mode", json!("forged"))])).await.unwrap_err();
-    assert_eq!(failure.class, Class::Integrity);
-    assert!(failure.message.contains("another checkpoint"), "{failure}");
+    let setting = Setting::default();
+    for drives in 1..=2 {
+        let failure = setting.drive(&place, &Script::sets(&[("mode", json!("forged"))])).await.unwrap_err();
+        assert_eq!(failure.class, Class::Integrity);
+        assert!(failure.message.contains("another checkpoint"), "{failure}");
+        // What was not believed is measured again after a resume, not read again.
+        assert_eq!(setting.fake.most_starts(), drives);
+    }
 }
 
 #[tokio::test]

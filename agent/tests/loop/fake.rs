@@ -105,7 +105,7 @@ fn eval(spec: &RunSpec) -> Result<Status> {
     let seed: u64 = after(spec, "--seed").unwrap().parse().unwrap();
     let fold = after(spec, "--fold").map(|fold| {
         let (i, of) = fold.split_once('/').unwrap();
-        (i.parse().unwrap(), of.parse().unwrap())
+        (i.parse::<usize>().unwrap() - 1, of.parse().unwrap())
     });
     let split = if after(spec, "--split") == Some("dev") { Split::Dev } else { Split::HeldOut };
     let value = model["skill"].as_f64().unwrap();
