@@ -484,9 +484,10 @@ fn failure(path: &Path, doing: &str, error: sqlx::Error) -> Failure {
         (Some(5 | 6), _) | (_, sqlx::Error::PoolTimedOut) => {
             infrastructure("another process holds it locked", "end that process, then resume")
         }
-        (Some(13), _) => {
-            infrastructure("the disk is full", "free some space (`hone gc` removes what may go), then resume")
-        }
+        (Some(13), _) => infrastructure(
+            "the disk is full",
+            "free some space (checkpoints below `runs/` take most of it), then resume",
+        ),
         (Some(8 | 23), _) => infrastructure("it is read-only", "make it writable, then resume"),
         _ => infrastructure(&error.to_string(), "check the disk and the file's permissions, then resume"),
     }

@@ -105,6 +105,38 @@ fn a_run_sees_an_allowed_environment_alone() {
 }
 
 #[tokio::test]
+async fn arguments_arrive_as_they_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let mean =
+        ["$(touch hacked)", "`touch hacked`", "; touch hacked", "a b\n'\"\\", "$HOME", "*", "--", "", "é\u{1b}[1m"];
+    let mut argv: Vec<String> = ["sh", "-c", "printf '%s\\0' \"$@\" > seen", "name"].map(String::from).into();
+    argv.extend(mean.map(String::from));
+    let outcome = launch(RunSpec { argv, ..spec(&dir, "") }).await;
+    assert_eq!(outcome.status, Status::Finished);
+    let seen = std::fs::read_to_string(dir.path().join("seen")).unwrap();
+    assert_eq!(seen, mean.map(|argument| format!("{argument}\0")).concat());
+    assert!(!dir.path().join("hacked").exists());
+    // Neither do the names of folders reach a shell.
+    let cwd = dir.path().join("$(touch hacked) `touch hacked`");
+    std::fs::create_dir(&cwd).unwrap();
+    let folder = cwd.join("run; touch hacked");
+    let outcome = launch(RunSpec { folder: folder.clone(), cwd: cwd.clone(), ..spec(&dir, "pwd") }).await;
+    assert_eq!(outcome.status, Status::Finished);
+    assert!(!cwd.join("hacked").exists() && !dir.path().join("hacked").exists());
+    let said = std::fs::read_to_string(RunFolder::open(&folder).unwrap().stdout()).unwrap();
+    assert_eq!(said.trim_end(), cwd.canonicalize().unwrap().to_str().unwrap());
+}
+
+#[test]
+fn guards_leave_room_and_name_no_time() {
+    let guards = Limits::guards();
+    assert_eq!((guards.processes, guards.wall, guards.disk), (Some(512), None, None));
+    if cfg!(target_os = "linux") {
+        assert!(guards.memory.is_some_and(|memory| memory.0 > 100_000_000), "{guards:?}");
+    }
+}
+
+#[tokio::test]
 async fn a_timeout_ends_the_whole_tree_even_what_left_its_session() {
     let dir = tempfile::tempdir().unwrap();
     // Forked twice and in a session of its own, its parent dead: only a subreaper still finds it.
