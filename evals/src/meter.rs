@@ -175,17 +175,16 @@ impl Meter {
                 };
                 let committed = state.spent.usd + state.reserved_usd;
                 if committed + usd > limit {
-                    return Err(exhausted(format!(
-                        "${committed:.4} of ${limit:.4} are spent, and the next call may cost ${usd:.4}."
-                    )));
+                    let spent =
+                        format!("${committed:.4} of ${limit:.4} are spent, and the next call may cost ${usd:.4}");
+                    return Err(exhausted("usd", &spent));
                 }
             }
             if let Some(limit) = self.budget.tokens {
                 let committed = state.spent.tokens.saturating_add(state.reserved_tokens);
                 if committed.saturating_add(tokens) > limit {
-                    return Err(exhausted(format!(
-                        "{committed} of {limit} tokens are spent, and the next call may use {tokens}."
-                    )));
+                    let spent = format!("{committed} of {limit} are spent, and the next call may use {tokens}");
+                    return Err(exhausted("tokens", &spent));
                 }
             }
             call.id = state.spent.calls;
@@ -210,8 +209,18 @@ impl Meter {
     }
 }
 
-fn exhausted(message: String) -> Failure {
-    Failure::new(Class::Budget, message).hint("raise the goal's `budget`, or end the campaign here")
+fn exhausted(budget: &str, spent: &str) -> Failure {
+    Failure::new(Class::Budget, format!("{EXHAUSTED}{budget} does not hold the next call: {spent}."))
+        .hint("raise the goal's `budget`; a campaign ends here")
+}
+
+/// How the message of a call that the budget does not hold begins.
+const EXHAUSTED: &str = "The budget of ";
+
+/// The budget that a refused call names, as a goal calls it: `usd` or `tokens`.
+pub fn named_budget(failure: &Failure) -> Option<&'static str> {
+    let rest = failure.message.strip_prefix(EXHAUSTED)?;
+    ["usd", "tokens"].into_iter().find(|name| rest.split(' ').next() == Some(name))
 }
 
 /// What one call may cost until it is settled. Dropped unsettled (its task was cancelled), the call counts as cut off.
