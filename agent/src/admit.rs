@@ -10,7 +10,8 @@ use crate::record::{Admission, Admitted, Reason, RecipeFacts, Refusal};
 use crate::scope::Scope;
 use crate::workspace::{TreeFile, Workspace};
 use hone_runs::{Class, Failure, Result, failure::Context};
-use std::collections::BTreeMap;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Asks the trainer whether a recipe, a path in a workspace's tree, can be run, and what it will take.
@@ -50,7 +51,7 @@ impl Admitting<'_> {
         let checked = self.check_words(proposal).and_then(|()| self.check_paths(proposal, &tree));
         let checked = checked.and_then(|()| {
             let changed = edit::apply_edits(&files, &proposal.edits).map_err(|f| refusal(Reason::Edits, f))?;
-            let changes = self.check_changes(&files, &changed)?;
+            let changes = self.check_changes(&files, &changed, &tree)?;
             let flags = self.check_novelty(proposal, &changes)?;
             Ok((changed, changes, flags))
         });
@@ -118,6 +119,9 @@ impl Admitting<'_> {
             if !crate::scope::is_plain(path) {
                 return refuse("it is not a path inside the workspace");
             }
+            if crate::scope::is_prompt(path) {
+                return refuse("it is what proposers are told, and no pattern opens that");
+            }
             if !self.scope.allows(path) {
                 return refuse("the goal does not open it");
             }
@@ -133,7 +137,12 @@ impl Admitting<'_> {
         Ok(())
     }
 
-    fn check_changes(&self, files: &BTreeMap<String, String>, changed: &Files) -> Checked<Vec<Change>> {
+    fn check_changes(
+        &self,
+        files: &BTreeMap<String, String>,
+        changed: &Files,
+        tree: &BTreeMap<String, TreeFile>,
+    ) -> Checked<Vec<Change>> {
         let mut after = files.clone();
         for (path, content) in changed {
             match content {
@@ -166,7 +175,93 @@ impl Admitting<'_> {
                 "Every candidate has the baseline's counted compute: find what makes better use of it.",
             );
         }
+        self.check_sources(files, &after, tree)?;
         Ok(changes)
+    }
+
+    /// Refuses a change by which training would see what judges it, or begin from compute that nobody counted: a text anywhere in the
+    /// recipe that was not there before and leads to a file that the goal's suites read, out of the workspace, or through a symbolic link;
+    /// another checkpoint to start from; and a suite, edited or newly named, that deals the suites' own data out anew.
+    fn check_sources(
+        &self,
+        before: &BTreeMap<String, String>,
+        after: &BTreeMap<String, String>,
+        tree: &BTreeMap<String, TreeFile>,
+    ) -> Checked<()> {
+        let refuse =
+            |message: String, hint: &str| Err(refusal(Reason::Source, Failure::new(Class::Agent, message).hint(hint)));
+        let goal = &self.history.started.goal;
+        let judged = |text: &str| {
+            let path = normal(text);
+            self.history.started.data.iter().find(|data| normal(data).eq_ignore_ascii_case(&path))
+        };
+        for (path, text) in after.iter().filter(|(path, text)| before.get(*path) != Some(text)) {
+            if *path == goal.run.recipe || !edit::is_data(path) {
+                continue;
+            }
+            if let Some(data) = texts(path, text)?.values().find_map(|value| judged(value)) {
+                return refuse(
+                    format!("{path} names {data}, which a suite of the goal reads, and was changed."),
+                    "What judges may not be dealt out anew: leave files that name it as they are, or name other data.",
+                );
+            }
+        }
+        let read = |files: &BTreeMap<String, String>| {
+            files.get(&goal.run.recipe).map_or(Ok(BTreeMap::new()), |text| texts(&goal.run.recipe, text))
+        };
+        let old = read(before)?;
+        let last = |key: &str| key.rsplit('.').next().unwrap_or(key).to_string();
+        let known: BTreeSet<_> = old.iter().map(|(key, text)| (last(key), text.clone())).collect();
+        for (key, text) in read(after)?.into_iter().filter(|(key, text)| !known.contains(&(last(key), text.clone()))) {
+            if key == "model.from" {
+                return refuse(
+                    format!("`{key}` would start from the checkpoint {text}, whose compute is not counted."),
+                    "Every candidate starts where the incumbent starts: leave `model.from` as it is.",
+                );
+            }
+            if let Some(data) = judged(&text) {
+                return refuse(
+                    format!("`{key}` names {data}, which a suite of the goal reads: its answers judge the candidate."),
+                    "Train on a native task, or on the suite file itself, of which training sees the train split alone.",
+                );
+            }
+            if text.starts_with('/') || text.split('/').any(|part| part == "..") {
+                return refuse(
+                    format!("`{key}` is {text:?}, which leads out of the workspace."),
+                    "Name a file of the workspace, relative to its root and without `..`.",
+                );
+            }
+            let path = normal(&text);
+            let leading = path.match_indices('/').map(|(at, _)| &path[..at]).chain([path.as_str()]);
+            if leading.into_iter().any(|part| tree.get(part).is_some_and(|file| file.mode == 0o120_000)) {
+                return refuse(
+                    format!("`{key}` is {text:?}, which is, or lies behind, a symbolic link."),
+                    "Name the file itself.",
+                );
+            }
+            let is_suite = edit::is_data(&path) && !goal.suites().contains(&path);
+            if is_suite && let Some(data) = self.names_judged(&path, after, &judged)? {
+                return refuse(
+                    format!("`{key}` names {path}, which reads {data}, and so does a suite of the goal."),
+                    "Train on the goal's own suite file, of which training sees the train split alone.",
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// The judged data that the YAML or JSON file at `path` names, as the candidate would have it.
+    fn names_judged<'d>(
+        &self,
+        path: &str,
+        after: &BTreeMap<String, String>,
+        judged: &dyn Fn(&str) -> Option<&'d String>,
+    ) -> Checked<Option<&'d String>> {
+        let text = match after.get(path) {
+            Some(text) => text.clone(),
+            None => self.workspace.text(self.parent, path).unwrap_or_default(),
+        };
+        Ok(texts(path, &text)?.values().find_map(|value| judged(value)))
     }
 
     /// Refuses what was tried on the same incumbent already, unless the proposal says what is different.
@@ -215,6 +310,23 @@ impl Admitting<'_> {
         }
         (self.check_recipe)(&tree, &self.history.started.goal.run.recipe)
     }
+}
+
+/// A path without empty parts and `.`.
+fn normal(path: &str) -> String {
+    path.split('/').filter(|part| !part.is_empty() && *part != ".").collect::<Vec<_>>().join("/")
+}
+
+/// Every text in a YAML or JSON file, by dotted key.
+fn texts(path: &str, text: &str) -> Checked<BTreeMap<String, String>> {
+    let value = edit::parse(path, text).map_err(|failure| {
+        refusal(Reason::Edits, Failure { message: format!("{path} cannot be parsed: {}", failure.message), ..failure })
+    })?;
+    let text = |(key, value)| match value {
+        Value::String(text) => Some((key, text)),
+        _ => None,
+    };
+    Ok(edit::leaves(Some(&value)).into_iter().filter_map(text).collect())
 }
 
 fn refusal(reason: Reason, failure: Failure) -> Refusal {

@@ -4,7 +4,7 @@
 use crate::admit::CheckRecipe;
 use crate::branch;
 use crate::goal::{Goal, Parallel};
-use crate::history::History;
+use crate::history::{History, Round};
 use crate::judge::Judge;
 use crate::progress::{Observer, Progress};
 use crate::proposal::Proposer;
@@ -146,8 +146,7 @@ impl Campaign {
         workspace.export(&trusted, &tree)?;
         let data = check_suites(&goal, &tree)?;
         (tools.check_recipe)(&tree, &goal.run.recipe)?;
-        let name = free_name(&ledger, &workspace).await?;
-        let lock = workspace.try_lock(&name)?;
+        let (name, lock) = free_name(&ledger, &workspace).await?;
         let scope = goal.scope(&goal_path, &data)?;
         let protected = workspace.protected_hash(&trusted, |path| scope.allows(path))?;
         let started = Started {
@@ -201,6 +200,7 @@ impl Campaign {
         history: History,
         lock: Lock,
     ) -> Self {
+        workspace.sweep(&history.name);
         Self {
             name: history.name.clone(),
             started: history.started.clone(),
@@ -270,7 +270,15 @@ impl Campaign {
         let mut fruitless = 0;
         let mut reason = "rounds".to_string();
         for round in 1..=rounds {
-            if self.with(|history| history.rounds.get(&round).is_some_and(|r| r.learned.is_some())) {
+            let (done, used_up) = self.with(|history| {
+                let round = history.rounds.get(&round).filter(|r| r.learned.is_some());
+                (round.is_some(), round.and_then(Round::used_up))
+            });
+            if let Some(budget) = used_up {
+                reason = budget.to_string();
+                break;
+            }
+            if done {
                 continue;
             }
             match self.requested().await? {
@@ -289,6 +297,10 @@ impl Campaign {
             match self.round(round, proposer.as_ref()).await? {
                 Some(had_candidate) => fruitless = if had_candidate { 0 } else { fruitless + 1 },
                 None => return Ok(End::Paused),
+            }
+            if let Some(budget) = self.with(|history| history.rounds.get(&round).and_then(Round::used_up)) {
+                reason = budget.to_string();
+                break;
             }
             if fruitless >= FRUITLESS && round < rounds {
                 let last =
@@ -570,15 +582,24 @@ pub(crate) fn encode<T: serde::Serialize>(value: &T) -> Result<serde_json::Value
     serde_json::to_value(value).map_err(|e| Failure::new(Class::Other, format!("An event cannot be written: {e}.")))
 }
 
-/// The next of c1, c2, … that neither the ledger nor a folder of runs knows.
-async fn free_name(ledger: &Ledger, workspace: &Workspace) -> Result<String> {
+/// The next of c1, c2, … that neither the ledger nor a folder of runs nor another start knows, and its lock.
+async fn free_name(ledger: &Ledger, workspace: &Workspace) -> Result<(String, Lock)> {
     let known = ledger.campaigns().await?;
     let number = |name: &String| name.strip_prefix('c')?.parse::<u32>().ok();
-    let mut next = known.iter().filter_map(number).max().unwrap_or(0) + 1;
-    while workspace.runs_path(&format!("c{next}")).exists() {
-        next += 1;
+    let first = known.iter().filter_map(number).max().unwrap_or(0) + 1;
+    for name in (first..).map(|number| format!("c{number}")) {
+        let lock = match workspace.try_lock(&name) {
+            Ok(lock) => lock,
+            // Another start holds it.
+            Err(failure) if failure.class == Class::Usage => continue,
+            Err(failure) => return Err(failure),
+        };
+        // Asked under the lock: a start that held it before may have written by now.
+        if !workspace.runs_path(&name).exists() && ledger.events(&name).await?.is_empty() {
+            return Ok((name, lock));
+        }
     }
-    Ok(format!("c{next}"))
+    Err(Failure::new(Class::Other, "There is no name left for a campaign."))
 }
 
 /// Checks that the suites have the goal's metrics and enough items in each part; returns the data files that they read.

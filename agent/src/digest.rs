@@ -184,6 +184,17 @@ impl LogDigest {
 
 /// Removes terminal escapes and control characters, tabs aside; every kind of line break becomes a space.
 pub fn clean(text: &str) -> String {
+    let mut out = strip(text, ' ');
+    out.truncate(out.trim_end().len());
+    out
+}
+
+/// Text as it may be printed: without terminal escapes and control characters, newlines and tabs aside.
+pub fn printable(text: &str) -> String {
+    strip(&text.replace("\r\n", "\n"), '\n')
+}
+
+fn strip(text: &str, line_break: char) -> String {
     let mut out = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
     while let Some(c) = chars.next() {
@@ -204,14 +215,14 @@ pub fn clean(text: &str) -> String {
                 }
             }
             '\t' => out.push(c),
-            '\n' | '\u{b}' | '\u{c}' | '\r' | '\u{85}' | '\u{2028}' | '\u{2029}' => out.push(' '),
+            '\n' => out.push(line_break),
+            '\u{b}' | '\u{c}' | '\r' | '\u{85}' | '\u{2028}' | '\u{2029}' => out.push(' '),
             // Directional overrides and zero-width characters make text look like what it is not.
             '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' => {}
             c if c.is_control() => {}
             c => out.push(c),
         }
     }
-    out.truncate(out.trim_end().len());
     out
 }
 

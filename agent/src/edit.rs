@@ -198,7 +198,8 @@ pub fn at<'v>(value: &'v Value, key: &str) -> Option<&'v Value> {
     })
 }
 
-fn is_data(file: &str) -> bool {
+/// Whether a file is YAML or JSON, by its name.
+pub(crate) fn is_data(file: &str) -> bool {
     [".yaml", ".yml", ".json"].iter().any(|end| file.ends_with(end))
 }
 
@@ -232,7 +233,7 @@ fn replace(text: &str, old: &str, new: &str) -> Result<String> {
 }
 
 /// Every leaf by dotted path; an empty mapping or list is a leaf. An absent tree has none.
-fn leaves(value: Option<&Value>) -> BTreeMap<String, Value> {
+pub(crate) fn leaves(value: Option<&Value>) -> BTreeMap<String, Value> {
     fn walk(value: &Value, path: String, out: &mut BTreeMap<String, Value>) {
         let join = |part: &str| if path.is_empty() { part.to_string() } else { format!("{path}.{part}") };
         match value {

@@ -1,8 +1,9 @@
 //! The goal: the YAML file a person writes. What is judged, what may be edited, how much may be spent, who decides. Typed, and refused
 //! where it says something that Hone would not do; nothing here runs anything.
 
-use crate::judge::{Direction, Gate};
+use crate::judge::{Direction, Gate, alpha_of};
 use crate::scope::Scope;
+use hone_evals::suite::{Subset, Suite};
 use hone_runs::quantity::{Bytes, Count, Span};
 use hone_runs::{Class, Failure, Result, config};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -21,7 +22,7 @@ pub struct Goal {
     /// What else may not get worse.
     #[serde(default)]
     pub floors: Vec<Floor>,
-    /// What a candidate may touch, in patterns as of a .gitignore. All else is protected; the goal, the suites and their data always are.
+    /// What a candidate may touch, in patterns as of a .gitignore. All else is protected; the goal, the suites, their data and `prompts/` always are.
     pub edit: Vec<String>,
     /// What a run executes.
     #[serde(default)]
@@ -336,6 +337,19 @@ impl Goal {
         let closed: Vec<String> =
             [path.to_string()].into_iter().chain(self.suites()).chain(data.iter().cloned()).collect();
         Scope::new(&self.edit, &closed)
+    }
+
+    /// The smallest gain that a first confirmation can show with probability 0.8, as far as the number of its items goes: with the most
+    /// replicates, at the worst rate of one half, and however alike the seeds are. None for losses, whose spread no rule bounds. `suite` is
+    /// the metric's.
+    ///
+    /// # Errors
+    /// `Usage` when the suite lacks the metric, or a part of its held-out items has fewer than two.
+    pub fn detectable(&self, suite: &Suite) -> Result<Option<f64>> {
+        let part = Subset::held_out_fold(0, self.metric.folds);
+        // The confirmation's test is one-sided.
+        let level = (2.0 * alpha_of(&self.gate, 1, 0)).min(0.5);
+        suite.detectable(&self.metric.name, &part, self.runs.replicates.most, level, 0.8)
     }
 
     /// What the types alone do not say. The key names the line.

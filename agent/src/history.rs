@@ -59,6 +59,12 @@ impl Round {
         }
     }
 
+    /// The budget that the proposer's next call did not fit, where that is why the round has no candidate.
+    pub(crate) fn used_up(&self) -> Option<&'static str> {
+        let failure = self.proposed.as_ref()?.answer.as_ref().err().filter(|f| f.class == Class::Budget)?;
+        Some(hone_evals::meter::named_budget(failure).unwrap_or("budget"))
+    }
+
     /// The last word of a person, else the policy's.
     pub fn decision(&self) -> Option<Decision> {
         let policy = self.policy.as_ref().and_then(|p| p.head.as_ref()).map(|_| Decision::Keep);
@@ -83,6 +89,12 @@ pub struct Cost {
     pub model_tokens: u64,
     /// Dollars for them; what had no price is not in it.
     pub usd: f64,
+    /// Replies of models without a known price: not free, and in no sum of dollars.
+    #[serde(default)]
+    pub unpriced_calls: u64,
+    /// Their tokens, which are among `model_tokens`.
+    #[serde(default)]
+    pub unpriced_tokens: u64,
 }
 
 impl Cost {
@@ -96,8 +108,15 @@ impl Cost {
     }
 
     fn propose(&mut self, usage: &Usage) {
-        self.model_tokens += usage.prompt_tokens + usage.completion_tokens;
-        self.usd += usage.usd.unwrap_or(0.0);
+        let tokens = usage.prompt_tokens + usage.completion_tokens;
+        self.model_tokens += tokens;
+        match usage.usd {
+            Some(usd) => self.usd += usd,
+            None => {
+                self.unpriced_calls += u64::from(usage.calls);
+                self.unpriced_tokens += tokens;
+            }
+        }
     }
 }
 

@@ -72,7 +72,7 @@ impl Llm {
 
     async fn converse(&self, observation: &Observation) -> Result<Proposed> {
         let masker = Masker::from_environment::<&str>([]);
-        let prompts = Prompts::new(&observation.files);
+        let prompts = Prompts::new(&observation.prompts);
         let schema = schemars::schema_for!(Answer).to_value();
         let data = data(observation, &schema, &masker);
         let system = prompts.render("propose.system.hbs", &data)?;
@@ -81,7 +81,11 @@ impl Llm {
         let mut usage = Usage::default();
         let mut turn = 1;
         let answer = loop {
-            let reply = self.ask(&transcript, &schema).await?;
+            let reply = match self.ask(&transcript, &schema).await {
+                // What the first reply cost is not lost with the second.
+                Err(failure) if turn == 2 && failure.class == Class::Budget => break Err(failure),
+                reply => reply?,
+            };
             self.charge(&mut usage, &reply);
             transcript.push(Message::assistant(masker.mask(&reply.text)));
             let problem = match self.understand(observation, &reply) {
@@ -144,7 +148,7 @@ impl Llm {
         }
         let proposal = Proposal {
             title: crate::digest::cut(&crate::digest::clean(answer.title.trim()), TITLE),
-            hypothesis: answer.hypothesis.trim().into(),
+            hypothesis: crate::digest::printable(answer.hypothesis.trim()),
             edits: answer.edits,
             predicted_effect: answer.predicted_effect,
             differs: answer.differs.filter(|d| !d.trim().is_empty()),

@@ -6,6 +6,7 @@ use crate::campaign::Campaign;
 use crate::digest::{self, LogDigest, clean, cut};
 use crate::history::{History, Round};
 use crate::judge::Verdict;
+use crate::prompt::TEMPLATES;
 use crate::proposal::{FailedSample, Incumbent, Metric, Observation, Past};
 use crate::record::{self, Observed, Status};
 use hone_evals::evaluate::ItemResult;
@@ -14,6 +15,7 @@ use hone_evals::suite::Subset;
 use hone_runs::alarm::Alarm;
 use hone_runs::{Result, metrics};
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -49,6 +51,7 @@ impl Campaign {
             incumbent: Incumbent { commit: commit.clone(), scores, mean, interval },
             edit: goal.edit.clone(),
             files: editable_files(&self.workspace, &self.scope, commit)?,
+            prompts: self.prompts()?,
             recipe_path: goal.run.recipe.clone(),
             recipe_schema: self.tools.recipe_schema.clone(),
             resolved: resolved(&folder.join("manifest.json")),
@@ -60,6 +63,19 @@ impl Campaign {
             notes: observed.notes.clone(),
             failed_run: self.failed_run(&history, round),
         })
+    }
+
+    /// The workspace's own templates, by path, as the trusted commit has them: protected, whatever the goal opens.
+    fn prompts(&self) -> Result<BTreeMap<String, String>> {
+        let mut own = BTreeMap::new();
+        for (name, _) in TEMPLATES {
+            let path = format!("prompts/{name}");
+            if self.workspace.read(&self.started().trusted, &path)?.is_some() {
+                let text = self.workspace.text(&self.started().trusted, &path)?;
+                own.insert(path, text);
+            }
+        }
+        Ok(own)
     }
 
     /// The newest candidate run that failed, where one of the last rounds had one: why, and its log.

@@ -40,7 +40,7 @@ pub struct Prompts<'a> {
 }
 
 impl<'a> Prompts<'a> {
-    /// `own`: the workspace's files by path; those in `prompts/` are its templates.
+    /// `own`: the workspace's templates by path, `prompts/NAME`.
     pub fn new(own: &'a BTreeMap<String, String>) -> Self {
         Self { own }
     }

@@ -127,6 +127,9 @@ pub struct Observation {
     pub edit: Vec<String>,
     /// The editable text files at the incumbent: path to content.
     pub files: BTreeMap<String, String>,
+    /// The workspace's own prompt templates, by path ([`crate::prompt::Prompts`]). They cannot be edited.
+    #[serde(default)]
+    pub prompts: BTreeMap<String, String>,
     /// The recipe among `files`.
     pub recipe_path: String,
     /// The recipe's JSON Schema with its `x-tunable` marks; null where the run is a command.
@@ -164,7 +167,8 @@ pub struct Usage {
 /// A proposer's answer. The transcript and the cost stand beside failures, too.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Proposed {
-    /// The proposal, or why there is none ([`hone_runs::Class::Agent`]): that spends the round.
+    /// The proposal, or why there is none ([`hone_runs::Class::Agent`]): that spends the round. [`hone_runs::Class::Budget`]: the next
+    /// call does not fit the budget, and the campaign ends.
     pub answer: std::result::Result<Proposal, Failure>,
     /// As it was sent and received, secrets masked: what a replay reads. Empty for proposers that talk to nobody.
     pub transcript: Vec<Message>,

@@ -305,6 +305,8 @@ pub enum Reason {
     SeedOnly,
     /// It changes the run's compute, which is the harness's.
     Compute,
+    /// It would train on what judges it, or begin from what is not the workspace's.
+    Source,
     /// The recipe cannot be used.
     Recipe,
     /// It was tried before.

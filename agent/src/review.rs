@@ -396,10 +396,50 @@ fn check_evidence(workspace: &Workspace, history: &History, commit: &str) -> Res
         if found.as_ref().ok() != Some(&report.sha256) {
             let what = if found.is_ok() { "was changed" } else { "is missing" };
             return Err(Failure::new(Class::Integrity, format!("The evidence {} {what}.", path.display()))
-                .hint("A change is kept only with its evidence: put the report back, or `hone review iterate` for a new measurement."));
+                .hint("A claim stands only with its evidence: put the report back, or `hone review iterate` for a new measurement."));
         }
     }
     Ok(())
+}
+
+/// What a campaign's records were found to be.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Verified {
+    /// The campaign.
+    pub campaign: String,
+    /// Events in its chain.
+    pub events: i64,
+    /// Hash of the last one, which names the chain.
+    pub head: String,
+    /// The commits that are kept now.
+    pub kept: Vec<String>,
+    /// Reports behind their scores and behind those of what they were compared with.
+    pub reports: usize,
+}
+
+/// Checks a campaign again, offline: the hash chain of its events, that each kept commit is there, and that every report behind a kept
+/// change, and behind what it was compared with, is what was judged.
+///
+/// # Errors
+/// `Integrity`, naming what is not as it was recorded; `Usage` when there is no such campaign.
+pub async fn verify(workspace: &Workspace, ledger: &Ledger, campaign: &str) -> Result<Verified> {
+    let chain = ledger.verify(campaign).await?;
+    let history = History::load(ledger, campaign).await?;
+    let candidates = history.kept.iter().filter_map(|round| history.rounds.get(round)?.candidate.as_ref());
+    let (mut kept, mut reports) = (Vec::new(), 0);
+    for candidate in candidates {
+        workspace.files(&candidate.commit).map_err(|failure| {
+            let message = format!("The kept commit {} cannot be read: {}", candidate.commit, failure.message);
+            Failure::new(Class::Integrity, message)
+                .hint("Look for it with `git fsck`; it may have been collected after its branch was deleted.")
+        })?;
+        for commit in [&candidate.commit, &candidate.parent] {
+            check_evidence(workspace, &history, commit)?;
+            reports += history.reports(commit).count();
+        }
+        kept.push(candidate.commit.clone());
+    }
+    Ok(Verified { campaign: campaign.into(), events: chain.events, head: chain.head, kept, reports })
 }
 
 fn round_of(history: &History, number: u32) -> Result<&Round> {

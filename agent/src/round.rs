@@ -9,7 +9,7 @@ use crate::goal::{Keeper, Unless};
 use crate::history::{History, Score};
 use crate::judge::{self, Confirm, Estimate, Floor, Noise, Pair, Screen, Verdict};
 use crate::progress::Progress;
-use crate::proposal::{Proposal, Proposed, Proposer};
+use crate::proposal::{Proposal, Proposed, Proposer, Usage};
 use crate::record::{
     Admission, Admitted, Closed, Confirmation, Incumbent, Learned, Observed, Policy, Queued, ReportRef, Ruling,
     Screened, Subject, Took, score_key, step,
@@ -80,7 +80,13 @@ impl Campaign {
     }
 
     async fn propose(&self, round: u32, observed: &Observed, proposer: &dyn Proposer) -> Result<Proposed> {
-        proposer.propose(&self.observation(round, observed)?).await
+        match proposer.propose(&self.observation(round, observed)?).await {
+            // An answer, and the last one: going on later would meet the same budget.
+            Err(failure) if failure.class == Class::Budget => {
+                Ok(Proposed { answer: Err(failure), transcript: Vec::new(), usage: Usage::default() })
+            }
+            other => other,
+        }
     }
 
     fn admit(&self, observed: &Observed, proposal: &Proposal) -> Result<Admission> {

@@ -229,13 +229,17 @@ impl Campaign {
         Ok(())
     }
 
+    /// A run under the goal's limit of time and under outer guards that no sound run comes near: 512 processes, and the machine's memory but
+    /// for a tenth. The guard of memory is not divided by the slots: how many runs go on side by side must change no verdict. None on disk:
+    /// the goal's `budget.disk` counts the campaign's folders.
     fn spec(&self, folder: &Path, argv: Vec<String>, cwd: &Path) -> RunSpec {
+        let guards = Limits::guards();
         RunSpec {
             folder: folder.to_path_buf(),
             argv,
             cwd: cwd.to_path_buf(),
             env: BTreeMap::new(),
-            limits: Limits { wall: Some(self.goal().runs.timeout), ..Limits::default() },
+            limits: Limits { wall: Some(self.goal().runs.timeout), ..guards },
             cores: self.tools.threads,
             gpus: self.tools.gpus,
         }

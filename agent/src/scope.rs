@@ -29,6 +29,7 @@ impl Scope {
     pub fn allows(&self, path: &str) -> bool {
         is_plain(path)
             && !is_hone_or_git(path)
+            && !is_prompt(path)
             && !self.closed.iter().any(|c| c.eq_ignore_ascii_case(path))
             && self.matches(path)
     }
@@ -64,6 +65,11 @@ pub fn is_plain(path: &str) -> bool {
     !path.is_empty()
         && !path.contains(|c: char| c == '\\' || c.is_control())
         && path.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+}
+
+/// Whether `path` lies among the prompts: a proposer that could edit them would write its own instructions.
+pub(crate) fn is_prompt(path: &str) -> bool {
+    path.split('/').next().is_some_and(|first| first.trim_end_matches(['.', ' ']).eq_ignore_ascii_case("prompts"))
 }
 
 /// Whether `path` lies in git's or Hone's own folders, or steers git, in any spelling that some file system folds to those.
@@ -116,6 +122,8 @@ mod tests {
             ".git./config",
             ".hone/ledger.db",
             "runs/c1/x",
+            "prompts/repair.hbs",
+            "Prompts./repair.hbs",
             ".gitattributes",
             "../x",
             "a/../../x",

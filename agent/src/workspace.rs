@@ -29,6 +29,23 @@ pub struct Lock {
     _file: File,
 }
 
+/// A folder for a moment's work.
+pub(crate) struct Scratch {
+    folder: tempfile::TempDir,
+    _lock: File,
+}
+
+impl Scratch {
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+/// How scratch folders and half-written exports are called, and the lock under which the former are made and swept.
+const SCRATCH: &str = "scratch-";
+const EXPORTING: &str = ".exporting-";
+const SWEEPING: &str = "scratch";
+
 impl Workspace {
     /// The repository around `start`, a file or folder.
     ///
@@ -110,11 +127,40 @@ impl Workspace {
         Ok(())
     }
 
-    /// A folder in `.hone/` that is gone when the returned handle is.
-    pub(crate) fn scratch(&self) -> Result<tempfile::TempDir> {
-        self.prepare()?;
-        let made = tempfile::Builder::new().prefix("scratch-").tempdir_in(self.root.join(".hone"));
-        made.context(Class::Infrastructure, || "A scratch folder cannot be written".into())
+    /// A folder in `.hone/` that is gone when the returned handle is. While its process lives it is locked, which tells it from one that
+    /// a killed process left.
+    pub(crate) fn scratch(&self) -> Result<Scratch> {
+        // A new folder is not locked yet: nobody may sweep meanwhile.
+        let _guard = self.lock(SWEEPING)?;
+        let failed = || "A scratch folder cannot be written".to_string();
+        let folder = tempfile::Builder::new()
+            .prefix(SCRATCH)
+            .tempdir_in(self.root.join(".hone"))
+            .context(Class::Infrastructure, failed)?;
+        let lock = File::open(folder.path()).context(Class::Infrastructure, failed)?;
+        lock.try_lock().map_err(std::io::Error::from).context(Class::Infrastructure, failed)?;
+        Ok(Scratch { folder, _lock: lock })
+    }
+
+    /// Removes what killed processes left behind: scratch folders that nobody holds, and half-written exports of `campaign`, whose lock
+    /// the caller holds. What cannot be removed stays: it is in nobody's way.
+    pub(crate) fn sweep(&self, campaign: &str) {
+        let inside = |folder: &Path, prefix: &str| -> Vec<PathBuf> {
+            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+            entries.filter(|e| e.file_name().to_string_lossy().starts_with(prefix)).map(|e| e.path()).collect()
+        };
+        let subjects = inside(&self.runs_path(campaign), "");
+        let mut left: Vec<PathBuf> = subjects.iter().flat_map(|subject| inside(subject, EXPORTING)).collect();
+        let guard = self.lock(SWEEPING);
+        if guard.is_ok() {
+            let scratch = inside(&self.root.join(".hone"), SCRATCH).into_iter();
+            left.extend(scratch.filter(|folder| File::open(folder).is_ok_and(|file| file.try_lock().is_ok())));
+        }
+        for folder in left {
+            if let Err(error) = fs::remove_dir_all(&folder) {
+                tracing::info!("{} was left by a killed process and stays: {error}", folder.display());
+            }
+        }
     }
 
     /// Takes the lock `name` in `.hone/`, or fails at once when another process holds it.
@@ -274,7 +320,7 @@ impl Workspace {
         let parent = folder.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(parent).context(Class::Infrastructure, || failed(parent))?;
         let building = tempfile::Builder::new()
-            .prefix(".exporting-")
+            .prefix(EXPORTING)
             .tempdir_in(parent)
             .context(Class::Infrastructure, || failed(parent))?;
         let repository = self.repository()?;

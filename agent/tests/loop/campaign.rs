@@ -2,17 +2,23 @@
 
 use crate::support::{Acting, GOAL, Place, RECIPE, Script, Setting, proposal, set, usual_script};
 use hone_agent::admit::Admitting;
-use hone_agent::campaign::{self, End, Options, Request};
+use hone_agent::campaign::{self, Campaign, End, Options, Request};
 use hone_agent::edit::Edit;
+use hone_agent::history::History;
 use hone_agent::judge::Verdict;
+use hone_agent::progress::{Observer, Progress};
 use hone_agent::proposal::{Proposal, Proposed, Proposer};
 use hone_agent::record::{Admission, Ended, Reason};
 use hone_agent::review;
-use hone_agent::status::{self, State};
+use hone_agent::status::{self, Overview, State};
+use hone_evals::meter::{Budget, Meter, Spend};
+use hone_evals::remote::{Client, Endpoint, Message};
+use hone_runs::ledger::NewEvent;
 use hone_runs::{Class, Failure};
 use serde_json::json;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 fn over(reason: &str) -> End {
     End::Over(Ended { reason: reason.into() })
@@ -81,6 +87,10 @@ async fn a_campaign_keeps_what_is_better_and_closes_on_it() {
         .collect();
     assert!(held_out.is_disjoint(&dev));
     assert_eq!(setting.fake.trained(), history.cost.runs);
+    // Under the goal's time, and under guards that keep the machine whole.
+    assert!(seen.iter().all(|s| s.limits.wall == Some(history.started.goal.runs.timeout)));
+    assert!(seen.iter().all(|s| s.limits.processes == Some(512)));
+    assert!(!cfg!(target_os = "linux") || seen.iter().all(|s| s.limits.memory.is_some_and(|m| m.0 > 0)));
 }
 
 #[tokio::test]
@@ -99,6 +109,10 @@ async fn the_table_and_the_queue_say_what_happened() {
     assert!((row.score.unwrap() - row.incumbent.unwrap() - effect.effect).abs() < 1e-9);
     assert!(effect.interval.unwrap()[0] > 0.0);
     assert_eq!((row.cost.runs, row.cost.model_tokens), (2 + 2 * effect.n, 10));
+    // The script names no price: marked as such, and not as free.
+    assert_eq!((row.cost.usd, row.cost.unpriced_calls, row.cost.unpriced_tokens), (0.0, 1, 10));
+    let shown = serde_json::to_value(&overview).unwrap();
+    assert_eq!((&shown["cost"]["unpriced_tokens"], &shown["cost"]["unpriced_calls"]), (&json!(30), &json!(3)));
     assert_eq!(
         overview.queue.iter().map(|i| (i.id.as_str(), i.state, i.open)).collect::<Vec<_>>(),
         [("c1/r001", review::State::Provisional, true), ("c1/r003", review::State::Provisional, true)]
@@ -194,9 +208,19 @@ async fn later_proposals_see_what_earlier_ones_came_to() {
 
 #[tokio::test]
 async fn refusals_name_their_reason() {
-    let place = Place::usual();
+    let floors = "floors: [{suite: evals/qa.yaml, name: qa/accuracy, max_drop: 0.1}]\n";
+    let place = Place::with_goal(&format!("{GOAL}{floors}").replace("[recipe/**]", "[recipe/**, prompts/**]"));
     std::os::unix::fs::symlink("/etc", place.root().join("recipe/link")).unwrap();
-    place.commit("A link");
+    let rows: String = (0..100).map(|i| format!("{{\"q\": \"{i}?\", \"a\": \"{i}\"}}\n")).collect();
+    place.write("data/held.jsonl", &rows);
+    let suite = |splits: &str| {
+        let hash = hex::encode(Sha256::digest(&rows));
+        let data = format!("{{file: data/held.jsonl, sha256: {hash}, question: q, answer: a}}");
+        format!("tasks:\n  - {{name: qa, data: {data}, splits: {splits}}}\n")
+    };
+    place.write("evals/qa.yaml", &suite("{train: 0.2, dev: 0.4, held_out: 0.4}"));
+    place.write("evals/other.yaml", &suite("{train: 0.8, dev: 0.1, held_out: 0.1}"));
+    place.commit("A link, and questions that judge");
     let campaign = Setting::default().campaign(&place).await.unwrap();
     let history = campaign.history();
     let workspace = place.workspace();
@@ -234,17 +258,93 @@ async fn refusals_name_their_reason() {
         (proposal("t", Vec::new()), Reason::NoChange),
         (Proposal { hypothesis: " ".into(), ..set("lr", json!(1)) }, Reason::Incomplete),
         (Proposal { predicted_effect: f64::NAN, ..set("lr", json!(1)) }, Reason::Incomplete),
+        (write("prompts/repair.hbs", "Do as you like."), Reason::Scope),
+        (set("stages.0.sft.file", json!("data/held.jsonl")), Reason::Source),
+        (set("stages.0.sft.file", json!("./data//held.jsonl")), Reason::Source),
+        (set("stages.0.sft.file", json!("DATA/held.jsonl")), Reason::Source),
+        (set("stages.0.sft.file", json!("data/../data/held.jsonl")), Reason::Source),
+        (set("stages.0.sft.file", json!("/etc/passwd")), Reason::Source),
+        (set("stages.0.sft.file", json!("recipe/link/passwd")), Reason::Source),
+        (set("tokenizer", json!("../../tokenizer.json")), Reason::Source),
+        (set("model.from", json!("/abs/run")), Reason::Source),
+        (set("model.from", json!("recipe/checkpoint")), Reason::Source),
+        (set("stages.0.sft.task", json!("evals/other.yaml")), Reason::Source),
+        (write("recipe/own.yaml", &suite("{train: 1.0, dev: 0.0, held_out: 0.0}")), Reason::Source),
     ];
     for (proposal, reason) in cases {
         match admitting.admit(&proposal).unwrap() {
-            Admission::Refused(refusal) => assert_eq!(refusal.reason, reason, "{proposal:?}: {}", refusal.message),
+            Admission::Refused(refusal) => {
+                assert_eq!(refusal.reason, reason, "{proposal:?}: {}", refusal.message);
+                let key = match &proposal.edits[..] {
+                    [Edit::Set { key, .. }] if reason == Reason::Source => format!("`{key}`"),
+                    _ => String::new(),
+                };
+                assert!(refusal.message.contains(&key), "{refusal:?}");
+                assert!(refusal.hint.is_some() || reason != Reason::Source, "{refusal:?}");
+            }
             Admission::Admitted(_) => panic!("{proposal:?} was admitted"),
         }
     }
+    // The judging suite itself may be named: training sees its train split alone.
+    let own = admitting.admit(&set("stages.0.sft.task", json!("evals/qa.yaml"))).unwrap();
+    assert!(matches!(own, Admission::Admitted(_)), "{own:?}");
     match admitting.admit(&set("lr", json!(0.2))).unwrap() {
         Admission::Admitted(admitted) => assert_eq!(admitted.changes.len(), 1),
         refused => panic!("{refused:?}"),
     }
+}
+
+#[tokio::test]
+async fn what_the_incumbent_trains_on_may_stay_wherever_it_moves() {
+    let recipe = "lr: 0.1\nmodel: {from: base}\nstages:\n  - sft: {task: text, file: data/text.txt}\n";
+    let goal = GOAL.replace(
+        "{suite: evals/add.yaml, name: add/pass@1,",
+        "{suite: evals/text.yaml, name: text/loss, direction: minimize,",
+    );
+    let suite = "tasks:\n  - {name: text, data: {native: text, file: data/text.txt, length: 64}}\n";
+    let text: String = (0..2000).map(|i| format!("Line {i} of the text.\n")).collect();
+    let files = [
+        ("goal.yaml", &goal[..]),
+        ("recipe/recipe.yaml", recipe),
+        ("evals/text.yaml", suite),
+        ("data/text.txt", &text),
+    ];
+    let place = Place::new(&files);
+    let campaign = Setting::default().campaign(&place).await.unwrap();
+    let (history, workspace) = (campaign.history(), place.workspace());
+    assert_eq!(history.started.data, ["data/text.txt"]);
+    let scope = campaign.goal().scope("goal.yaml", &history.started.data).unwrap();
+    let parent = history.head.subject.commit.clone();
+    let check = |_: &std::path::Path, _: &str| Ok(Default::default());
+    let admitting =
+        Admitting { workspace: &workspace, history: &history, scope: &scope, parent: &parent, check_recipe: &check };
+    let admit = |old: &str, new: &str| {
+        let edit = Edit::Replace { file: "recipe/recipe.yaml".into(), old: old.into(), new: new.into() };
+        match admitting.admit(&proposal("t", vec![edit])).unwrap() {
+            Admission::Admitted(_) => None,
+            Admission::Refused(refusal) => Some(refusal.reason),
+        }
+    };
+    assert_eq!(admit("stages:\n", "stages:\n  - sft: {task: addition}\n"), None);
+    assert_eq!(admit("{from: base}", "{preset: hybrid-nano}"), None);
+    assert_eq!(admit("{from: base}", "{from: other}"), Some(Reason::Source));
+    assert_eq!(admit("task: text, file", "task: addition, name"), Some(Reason::Source));
+}
+
+#[tokio::test]
+async fn prompts_come_from_the_trusted_commit_and_cannot_be_edited() {
+    let place =
+        Place::with_goal(&GOAL.replace("[recipe/**]", "[recipe/**, prompts/**]").replace("rounds: 3", "rounds: 1"));
+    place.write("prompts/repair.hbs", "Mend {{problem}}.");
+    place.write("prompts/notes.md", "Not a template.");
+    place.commit("Prompts of our own");
+    let script = Script::of(|seen| {
+        assert_eq!(seen.prompts.keys().collect::<Vec<_>>(), ["prompts/repair.hbs"]);
+        assert_eq!(seen.prompts["prompts/repair.hbs"], "Mend {{problem}}.");
+        assert_eq!(seen.files.keys().collect::<Vec<_>>(), ["recipe/recipe.yaml"]);
+        Ok(set("lr", json!(0.3)))
+    });
+    assert_eq!(Setting::default().drive(&place, &script).await, Ok(over("rounds")));
 }
 
 #[tokio::test]
@@ -401,6 +501,197 @@ async fn a_budget_ends_a_campaign_between_rounds() {
     let history = place.history().await;
     assert_eq!((history.rounds.len(), history.cost.model_tokens), (2, 20));
     assert!(history.closed.is_some(), "what was kept is still measured");
+}
+
+#[tokio::test]
+async fn a_call_that_the_budget_does_not_hold_ends_the_campaign() {
+    let place = Place::with_goal(&GOAL.replace("rounds: 3", "rounds: 4, tokens: 5k"));
+    let asked = Arc::new(Mutex::new(0));
+    let count = asked.clone();
+    let script = Script(Arc::new(move |seen| {
+        *count.lock().unwrap() += 1;
+        match seen.round {
+            1 => (usual_script().0)(seen),
+            _ => {
+                let meter = Meter::new(Budget { tokens: Some(5), usd: None }, Spend::default(), |_| Ok(()));
+                Err(refused_call(&meter))
+            }
+        }
+    }));
+    assert_eq!(Setting::default().drive(&place, &script).await, Ok(over("tokens")));
+    let history = place.history().await;
+    assert_eq!((history.rounds.len(), history.kept.clone()), (2, vec![1]));
+    assert!(history.rounds[&2].candidate.is_none());
+    assert!(history.rounds[&2].refusal().unwrap().contains("budget of tokens"));
+    assert!(history.closed.is_some(), "what was kept is still measured");
+    let overview = status::overview(&place.workspace(), &place.ledger().await, "c1").await.unwrap();
+    assert_eq!((overview.state, overview.reason.as_deref()), (State::Over, Some("tokens")));
+    // Resuming asks nobody again.
+    assert_eq!(Setting::default().drive(&place, &script).await, Ok(over("tokens")));
+    assert_eq!(*asked.lock().unwrap(), 2);
+}
+
+/// What a client says when the meter does not hold its call.
+fn refused_call(meter: &Arc<Meter>) -> Failure {
+    let endpoint = Endpoint { attempts: 1, ..Endpoint::new("m", "http://127.0.0.1:9/v1") };
+    let client = Client::new(endpoint, meter.clone(), "propose").unwrap();
+    std::thread::scope(|scope| {
+        let ask = || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(client.chat(&[Message::user("Hello?")], None, 100, None)).unwrap_err()
+        };
+        scope.spawn(ask).join().unwrap()
+    })
+}
+
+#[tokio::test]
+async fn an_evaluation_that_writes_where_it_is_measured_from_is_an_integrity_violation() {
+    let place = Place::usual();
+    let setting = Setting::default();
+    let script = Script::sets(&[("mode", json!("meddle"))]);
+    let failure = setting.drive(&place, &script).await.unwrap_err();
+    assert_eq!(failure.class, Class::Integrity);
+    assert!(failure.message.contains("evals/add.yaml was changed during an evaluation"), "{failure}");
+    let history = place.history().await;
+    let candidate = history.rounds[&1].candidate.as_ref().unwrap();
+    assert_eq!(history.reports(&candidate.commit).count(), 0, "its score is not used");
+    // Nothing is measured from there until the tree is made anew.
+    let failure = setting.drive(&place, &script).await.unwrap_err();
+    assert_eq!(failure.class, Class::Integrity);
+    assert!(failure.message.contains("not as it was exported"), "{failure}");
+}
+
+#[tokio::test]
+async fn a_campaign_goes_on_with_the_goal_it_began_with() {
+    let place = Place::usual();
+    let (workspace, ledger) = (place.workspace(), place.ledger().await);
+    let acting = Acting {
+        script: usual_script(),
+        round: 2,
+        action: move || {
+            let (workspace, ledger) = (workspace.clone(), ledger.clone());
+            async move { campaign::request(&workspace, &ledger, "c1", Request::Pause).await.unwrap() }
+        },
+    };
+    let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(acting)];
+    assert_eq!(Setting::default().campaign(&place).await.unwrap().run(&proposers).await, Ok(End::Paused));
+    place.write("goal.yaml", &GOAL.replace("min_effect: 0.03", "min_effect: 0.9").replace("rounds: 3", "rounds: 1"));
+    let edited = place.commit("Ask for more");
+
+    let notes = Arc::new(Notes::default());
+    let watched = Setting { observer: Some(notes.clone()), ..Setting::default() };
+    assert_eq!(watched.drive(&place, &usual_script()).await, Ok(over("rounds")));
+    let history = place.history().await;
+    assert_eq!((history.rounds.len(), history.kept.clone()), (3, vec![1, 3]));
+    assert_eq!(history.started.goal.metric.min_effect, 0.03);
+    assert!(notes.0.lock().unwrap().iter().any(|note| note.contains("The goal has changed since")));
+
+    // The edited goal is another campaign's, with a baseline of its own.
+    let goal = place.root().join("goal.yaml");
+    let options = Options::default();
+    let start = Campaign::start(&goal, &options, place.ledger().await, watched.toolbox(), Arc::new(()));
+    let next = start.await.unwrap();
+    next.run(&[Arc::new(usual_script())]).await.unwrap();
+    let history = next.history();
+    assert_eq!((next.name(), history.started.trusted.as_str()), ("c2", edited.as_str()));
+    assert_eq!(history.screening_scores(&history.baseline()).len(), 2);
+    assert_eq!(history.rounds[&1].ruling.as_ref().unwrap().verdict, Verdict::Undecided);
+}
+
+/// What a campaign says beside its steps.
+#[derive(Default)]
+struct Notes(Mutex<Vec<String>>);
+
+impl Observer for Notes {
+    fn see(&self, progress: &Progress<'_>) {
+        if let Progress::Note(note) = progress {
+            self.0.lock().unwrap().push(note.to_string());
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_a_newer_version_wrote_still_loads() {
+    let place = Place::usual();
+    Setting::default().drive(&place, &usual_script()).await.unwrap();
+    let ledger = place.ledger().await;
+    let known = place.history().await;
+    let mut events = ledger.events("c1").await.unwrap();
+    for event in &mut events {
+        // An admission is its one member's; all others are the object itself.
+        let payload = event.payload.as_object_mut().unwrap();
+        let payload = if event.kind == "admission" {
+            payload.values_mut().next().unwrap().as_object_mut().unwrap()
+        } else {
+            payload
+        };
+        payload.insert("novel".into(), json!({"key": [1, 2]}));
+    }
+    let status = |history: &History| serde_json::to_value(Overview::of(history, false)).unwrap();
+    assert_eq!(status(&History::of(&events).unwrap()), status(&known));
+
+    // An event of an unknown kind, in a known round and in none, is kept and passed over.
+    for round in [2, 77] {
+        ledger.append(NewEvent::new("c1", round, "distilled", "distilled", json!({"into": "c9"}))).await.unwrap();
+    }
+    let again = place.history().await;
+    assert_eq!((again.rounds.len(), again.kept.clone()), (3, vec![1, 3]));
+    ledger.verify("c1").await.unwrap();
+    assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("rounds")));
+
+    // What cannot be passed over is named.
+    events[0].payload["goal"]["novel"] = json!(1);
+    let failure = History::of(&events).unwrap_err();
+    assert!(
+        failure.class == Class::Integrity && failure.hint.unwrap().contains("another version"),
+        "{}",
+        failure.message
+    );
+}
+
+#[tokio::test]
+async fn starts_at_once_have_names_of_their_own() {
+    let place = Place::usual();
+    let (goal, options) = (place.root().join("goal.yaml"), Options::default());
+    // A start that holds its name and has not written yet.
+    let held = place.workspace().try_lock("c1").unwrap();
+    let start = async || {
+        Campaign::start(&goal, &options, place.ledger().await, Setting::default().toolbox(), Arc::new(()))
+            .await
+            .unwrap()
+    };
+    let (one, two) = tokio::join!(start(), start());
+    let mut names = [one.name(), two.name()];
+    names.sort();
+    assert_eq!(names, ["c2", "c3"]);
+    drop(held);
+    assert_eq!(place.ledger().await.campaigns().await.unwrap().len(), 2);
+    let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(usual_script())];
+    let (a, b) = tokio::join!(one.run(&proposers), two.run(&proposers));
+    assert_eq!((a, b), (Ok(over("rounds")), Ok(over("rounds"))));
+}
+
+#[tokio::test]
+async fn what_killed_processes_left_is_removed_and_what_others_hold_stays() {
+    let place = Place::usual();
+    let leave = |path: &str| place.write(&format!("{path}/tree/a"), "half");
+    leave(".hone/scratch-dead");
+    leave(".hone/scratch-held");
+    let held = std::fs::File::open(place.root().join(".hone/scratch-held")).unwrap();
+    held.try_lock().unwrap();
+    let left = |path: &str| place.root().join(path).exists();
+    let campaign = Setting::default().campaign(&place).await.unwrap();
+    assert!(!left(".hone/scratch-dead") && left(".hone/scratch-held"));
+    drop(campaign);
+
+    leave("runs/c1/baseline/.exporting-x");
+    leave("runs/c9/baseline/.exporting-x");
+    assert_eq!(Setting::default().drive(&place, &usual_script()).await, Ok(over("rounds")));
+    assert!(!left("runs/c1/baseline/.exporting-x") && left("runs/c9/baseline/.exporting-x"));
+    let scratch = std::fs::read_dir(place.root().join(".hone")).unwrap().flatten();
+    let scratch: Vec<_> =
+        scratch.map(|e| e.file_name()).filter(|n| n.to_string_lossy().starts_with("scratch-")).collect();
+    assert_eq!(scratch, ["scratch-held"]);
 }
 
 #[tokio::test]

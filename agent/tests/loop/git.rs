@@ -178,6 +178,41 @@ fn slugs_are_short_and_plain() {
 }
 
 #[test]
+fn fifty_at_once_each_get_a_commit_a_branch_and_a_tree() {
+    let place = Place::usual();
+    let head = place.workspace().head().unwrap();
+    let gate = std::sync::Barrier::new(50);
+    std::thread::scope(|scope| {
+        for i in 0..50 {
+            let (place, head, gate) = (&place, &head, &gate);
+            scope.spawn(move || {
+                let workspace = place.workspace();
+                let files = changed("recipe/recipe.yaml", &format!("lr: 0.{i:02}\n"));
+                gate.wait();
+                let name = format!("hone/c1/r{i:03}");
+                let candidate = branch::write(&workspace, head, &files, "m", &name).unwrap();
+                branch::publish(&workspace, &candidate.branch, &candidate.commit).unwrap();
+                // Half of them export the trunk to one place, too.
+                if i % 2 == 0 {
+                    workspace.export(head, &workspace.runs_path("c1").join("trusted/tree")).unwrap();
+                }
+                let tree = workspace.runs_path("c1").join(format!("r{i:03}/tree"));
+                workspace.export(&candidate.commit, &tree).unwrap();
+                assert_eq!(workspace.differences(&candidate.commit, &tree).unwrap(), Vec::<String>::new());
+                assert_eq!(fs::read_to_string(tree.join("recipe/recipe.yaml")).unwrap(), format!("lr: 0.{i:02}\n"));
+                assert_eq!(branch::tip(&workspace, &candidate.branch).unwrap(), Some(candidate.commit));
+            });
+        }
+    });
+    let workspace = place.workspace();
+    assert_eq!(place.branches().len(), 50);
+    assert_eq!(place.branches().values().collect::<std::collections::BTreeSet<_>>().len(), 50);
+    let trusted = workspace.runs_path("c1").join("trusted");
+    assert_eq!(workspace.differences(&head, &trusted.join("tree")).unwrap(), Vec::<String>::new());
+    assert_eq!(fs::read_dir(trusted).unwrap().count(), 1, "no half of an export is left");
+}
+
+#[test]
 fn a_lock_has_one_holder() {
     let place = Place::usual();
     let workspace = place.workspace();

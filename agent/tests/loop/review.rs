@@ -192,6 +192,31 @@ async fn a_decision_is_bound_to_what_was_judged() {
 }
 
 #[tokio::test]
+async fn a_changed_report_of_a_kept_change_is_found() {
+    let place = Place::usual();
+    Setting::default().drive(&place, &usual_script()).await.unwrap();
+    let (workspace, ledger) = (place.workspace(), place.ledger().await);
+    let history = place.history().await;
+    let verified = review::verify(&workspace, &ledger, "c1").await.unwrap();
+    assert_eq!(verified.kept, [commit(&history, 1), commit(&history, 3)]);
+    assert_eq!(verified.events, history.position());
+    assert!(verified.reports > 8, "{verified:?}");
+    // Of the candidate, and of what it was compared with.
+    for subject in [commit(&history, 3), history.started.trusted.clone()] {
+        let report = workspace.runs_path("c1").join(&history.reports(&subject).next().unwrap().path);
+        let text = std::fs::read_to_string(&report).unwrap();
+        std::fs::write(&report, text.replace("0.95", "0.96")).unwrap();
+        let failure = review::verify(&workspace, &ledger, "c1").await.unwrap_err();
+        assert_eq!((failure.class, failure.class.exit_code()), (Class::Integrity, 4));
+        assert!(failure.message.contains("was changed"), "{failure}");
+        std::fs::remove_file(&report).unwrap();
+        assert!(review::verify(&workspace, &ledger, "c1").await.unwrap_err().message.contains("is missing"));
+        std::fs::write(&report, text).unwrap();
+    }
+    review::verify(&workspace, &ledger, "c1").await.unwrap();
+}
+
+#[tokio::test]
 async fn a_note_needs_words_and_a_campaign_that_reads_them() {
     let place = Place::usual();
     Setting::default().drive(&place, &usual_script()).await.unwrap();

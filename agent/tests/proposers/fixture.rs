@@ -123,6 +123,7 @@ pub fn observation() -> Observation {
             ("recipe/recipe.yaml".to_string(), RECIPE.to_string()),
             ("scaffold/prompt.txt".to_string(), "Add the numbers.\n".to_string()),
         ]),
+        prompts: BTreeMap::new(),
         recipe_path: "recipe/recipe.yaml".into(),
         recipe_schema: schema(),
         resolved: json!({"model": {"layers": 4}}),

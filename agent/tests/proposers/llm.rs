@@ -3,7 +3,7 @@
 use hone_agent::edit::Edit;
 use hone_agent::llm::Llm;
 use hone_agent::proposal::{FailedSample, Message, Observation, Proposed, Proposer};
-use hone_evals::meter::{Meter, Price};
+use hone_evals::meter::{Budget, Meter, Price, Spend, named_budget};
 use hone_evals::remote::{Client, Endpoint};
 use hone_runs::{Class, Result};
 use serde_json::{Value, json};
@@ -66,6 +66,33 @@ async fn a_good_reply_is_a_proposal() {
     {
         assert!(prompt.contains(part), "the prompt lacks {part}:\n{prompt}");
     }
+}
+
+#[tokio::test]
+async fn a_hypothesis_keeps_its_lines_and_drives_no_terminal() {
+    let mut hostile = answer(faster());
+    hostile["hypothesis"] = json!("The loss\u{1b}[2J\r\nstill\u{9b}1A falls.\u{1b}]0;mine\u{7}");
+    let (proposed, _) = propose(&[&hostile.to_string()], &observation()).await;
+    assert_eq!(proposed.answer.unwrap().hypothesis, "The loss\nstill falls.");
+}
+
+/// The first reply was paid for: its cost stands beside the refusal of the second call.
+#[tokio::test]
+async fn a_repair_that_the_budget_does_not_hold_keeps_what_the_first_reply_cost() {
+    let server = MockServer::start().await;
+    let prose = ResponseTemplate::new(200).set_body_json(json!({
+        "model": "served", "choices": [{"message": {"role": "assistant", "content": "Hm."}, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 99_000, "completion_tokens": 900}
+    }));
+    Mock::given(method("POST")).respond_with(prose).mount(&server).await;
+    let meter = Meter::new(Budget { tokens: Some(100_000), usd: None }, Spend::default(), |_| Ok(()));
+    let endpoint = Endpoint { attempts: 1, ..Endpoint::new("m1", format!("{}/v1", server.uri())) };
+    let model = Llm::new(Client::new(endpoint, meter, "propose").unwrap(), 500, None);
+    let proposed = model.propose(&observation()).await.unwrap();
+    let failure = proposed.answer.unwrap_err();
+    assert_eq!((failure.class, named_budget(&failure)), (Class::Budget, Some("tokens")), "{failure}");
+    assert_eq!((proposed.usage.calls, proposed.usage.prompt_tokens), (1, 99_000));
+    assert_eq!(server.received_requests().await.unwrap().len(), 1);
 }
 
 #[tokio::test]
@@ -183,11 +210,11 @@ async fn hostile_data_stays_quoted_and_secrets_stay_home() {
 async fn a_workspace_has_its_own_prompts() {
     let mut observation = observation();
     observation.notes = vec!["try the scaffold".into()];
-    observation.files.insert("prompts/propose.system.hbs".into(), "Be bold about {{metric.name}}.".into());
+    observation.prompts.insert("prompts/propose.system.hbs".into(), "Be bold about {{metric.name}}.".into());
     let (proposed, _) = propose(&[&answer(faster()).to_string()], &observation).await;
     assert_eq!(proposed.transcript[0].content, "Be bold about add/pass@1.");
     assert!(proposed.transcript[1].content.contains("\n- try the scaffold\n"));
-    observation.files.insert("prompts/propose.user.hbs".into(), "{{gaol}}".into());
+    observation.prompts.insert("prompts/propose.user.hbs".into(), "{{gaol}}".into());
     let server = serve(&["unused"]).await;
     let failure = llm(&server.uri()).propose(&observation).await.unwrap_err();
     assert_eq!((failure.class, server.received_requests().await.unwrap().len()), (Class::Usage, 0));
