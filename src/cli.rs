@@ -47,7 +47,7 @@ pub enum Command {
     /// The person's queue: keep, roll back or iterate.
     #[command(subcommand)]
     Review(Review),
-    /// Check a campaign's ledger and its kept commits again, offline.
+    /// Check a campaign's ledger, its kept commits and the reports behind them again, offline.
     Verify {
         /// The campaign's name.
         campaign: String,

@@ -8,11 +8,13 @@ use crate::{
 use hone_agent::{
     calls,
     campaign::{self, Campaign, End, Options, Request, Toolbox},
+    digest::printable,
     goal::Proposer as Kind,
     llm::Llm,
     progress::{Observer, Progress},
     proposal::{Decision, Proposer},
     record::RecipeFacts,
+    review,
     search::Search,
     status::{self, Overview, Row, Scores, State},
     workspace::Workspace,
@@ -171,15 +173,17 @@ fn resume(args: &CampaignName) -> Result<Overview> {
     drive(&opened, &campaign, &display)
 }
 
-/// Drives a campaign until it ends, pauses, or a signal asks for a pause; a second signal stops waiting for the runs under way.
+/// Drives a campaign until it ends, pauses, or a signal asks for a pause; a second signal stops waiting for the runs under way. A hangup
+/// asks for nothing: a campaign outlives its terminal.
 fn drive(opened: &Opened, campaign: &Arc<Campaign>, display: &Display) -> Result<Overview> {
     let proposers = proposers(&opened.workspace, campaign)?;
-    eprintln!("campaign {}: {}", campaign.name(), campaign.goal().goal);
+    output::say(&format!("campaign {}: {}", campaign.name(), campaign.goal().goal));
     let end = opened.runtime.block_on(async {
         use tokio::signal::unix::{SignalKind, signal};
         let broken = |e| Failure::new(Class::Infrastructure, format!("Cannot listen for signals: {e}."));
         let mut interrupt = signal(SignalKind::interrupt()).map_err(broken)?;
         let mut terminate = signal(SignalKind::terminate()).map_err(broken)?;
+        let mut hangup = signal(SignalKind::hangup()).map_err(broken)?;
         let run = campaign.run(&proposers);
         tokio::pin!(run);
         let mut asked: Option<Class> = None;
@@ -191,12 +195,16 @@ fn drive(opened: &Opened, campaign: &Arc<Campaign>, display: &Display) -> Result
                 },
                 _ = interrupt.recv() => Class::Interrupted,
                 _ = terminate.recv() => Class::Terminated,
+                _ = hangup.recv() => {
+                    output::say("the terminal was closed; the campaign goes on");
+                    continue;
+                }
             };
             if asked.replace(class).is_some() {
                 campaign.halt().await?;
                 return Err(interrupted(class, campaign.name()));
             }
-            eprintln!("pausing when the runs under way are done; once more to stop them now");
+            output::say("pausing when the runs under way are done; once more to stop them now");
             campaign::request(&opened.workspace, &opened.ledger, campaign.name(), Request::Pause).await?;
         }
     });
@@ -253,28 +261,19 @@ fn state(state: State) -> &'static str {
     }
 }
 
-/// Checks the hash chain of a campaign's events, and that each commit it kept is there.
+/// Checks a campaign's ledger, the commits it kept and the reports behind them again.
 pub fn verify(name: &str, workspace: &Path, json: bool) -> Result<()> {
     let opened = Opened::at(workspace)?;
     let name = opened.campaign(Some(name))?;
-    let chain = opened.runtime.block_on(opened.ledger.verify(&name))?;
-    let overview = opened.overview(&name)?;
-    let kept: Vec<&str> =
-        overview.queue.iter().filter(|i| overview.kept.contains(&i.round)).map(|i| i.commit.as_str()).collect();
-    for commit in &kept {
-        opened.workspace.files(commit).map_err(|failure| {
-            Failure::new(Class::Integrity, format!("The kept commit {commit} cannot be read: {}", failure.message))
-                .hint("look for it with `git fsck`; it may have been collected after its branch was deleted")
-        })?;
-    }
-    let found = json!({"campaign": name, "events": chain.events, "head": chain.head, "kept": kept});
+    let found = opened.runtime.block_on(review::verify(&opened.workspace, &opened.ledger, &name))?;
     output::either(json, &found, || {
-        let commits = if kept.len() == 1 { "commit is" } else { "commits are" };
+        let commits = if found.kept.len() == 1 { "commit is" } else { "commits are" };
         format!(
-            "{name}: {} events, the chain is whole (head {}); {} kept {commits} there.",
-            chain.events,
-            short(&chain.head),
-            kept.len()
+            "{name}: {} events, the chain is whole (head {}); {} kept {commits} there, and {} reports are as they were judged.",
+            found.events,
+            short(&found.head),
+            found.kept.len(),
+            found.reports
         )
     })
 }
@@ -391,10 +390,12 @@ impl Display {
 
     fn line(&self, text: &str) {
         let seconds = self.begun.elapsed().as_secs();
+        // What a model wrote neither drives the terminal nor looks like a line of ours.
+        let text = printable(text).replace('\n', "\n       ");
         let line = format!("{:>2}:{:02}  {text}", seconds / 60, seconds % 60);
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => eprintln!("{line}"),
+            None => output::say(&line),
         }
     }
 

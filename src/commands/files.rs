@@ -15,11 +15,15 @@ pub fn validate(file: &Path, json: bool) -> Result<()> {
     let text = std::fs::read_to_string(file).context(Class::Usage, || format!("Cannot read {name}"))?;
     let kind = kind_of(&text, &name)?;
     let root = root_of(file, None)?;
+    let mut warnings = Vec::new();
     match kind {
         FileKind::Goal => {
             let goal = Goal::parse(&text, &name)?;
-            for suite in goal.suites() {
-                Suite::load(&root, &suite)?;
+            for path in goal.suites() {
+                let suite = Suite::load(&root, &path)?;
+                if path == goal.metric.suite {
+                    warnings.extend(undetectable(&goal, &suite)?);
+                }
             }
             check_recipe(&root.join(&goal.run.recipe), &root)?;
         }
@@ -29,7 +33,26 @@ pub fn validate(file: &Path, json: bool) -> Result<()> {
         }
     }
     let kind = label(kind);
-    output::either(json, &json!({"file": name, "kind": kind, "valid": true}), || format!("{name}: a valid {kind}."))
+    if !json {
+        warnings.iter().for_each(|warning| output::say(&format!("warning: {warning}")));
+    }
+    let found = json!({"file": name, "kind": kind, "valid": true, "warnings": warnings});
+    output::either(json, &found, || format!("{name}: a valid {kind}."))
+}
+
+/// A warning where the suite has too few items to show the effect that the goal asks for.
+fn undetectable(goal: &Goal, suite: &Suite) -> Result<Option<String>> {
+    let (asked, most) = (goal.metric.min_effect, goal.runs.replicates.most);
+    let smallest = goal.detectable(suite)?.filter(|smallest| *smallest > asked);
+    Ok(smallest.map(|smallest| {
+        format!(
+            "{} has few items for `min_effect: {asked}`: at a score near one half, a confirmation on one of {} parts of the held-out \
+             items with {most} seeds shows gains from about {smallest:.3}. Smaller ones will mostly end undecided: raise `n` or the \
+             share of `held_out` in the suite, or `runs.replicates` or `min_effect` in the goal.",
+            suite.file(),
+            goal.metric.folds
+        )
+    }))
 }
 
 /// Reads a recipe and checks it against itself and against the files that it names.

@@ -39,7 +39,9 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         Command::Logprobs(args) => model::logprobs(args),
         Command::Runs(command) => runs::run(command, json),
         Command::Completions { shell } => {
-            clap_complete::generate(*shell, &mut Cli::command(), "hone", &mut std::io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "hone", &mut script);
+            output::text(&String::from_utf8_lossy(&script));
             Ok(())
         }
         Command::Reference => {
@@ -64,7 +66,7 @@ pub fn log(verbose: u8) {
         .with_target(false)
         .without_time()
         .with_ansi(crate::output::colour())
-        .with_writer(move || masker.writer(std::io::stderr()))
+        .with_writer(move || masker.writer(output::Stderr))
         .init();
 }
 

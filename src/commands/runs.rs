@@ -233,6 +233,6 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
         }
     }
     root.present().context(Class::Infrastructure, || format!("Cannot write {}", to.display()))?;
-    eprintln!("wrote {}", to.display());
+    output::say(&format!("wrote {}", to.display()));
     Ok(())
 }

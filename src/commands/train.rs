@@ -84,7 +84,7 @@ impl Observer for Display {
             bar.set_message(message);
         } else if self.last_line.elapsed() >= LINE_EVERY {
             self.last_line = Instant::now();
-            eprintln!("{:>3.0}%  {message}", progress.share * 100.0);
+            output::say(&format!("{:>3.0}%  {message}", progress.share * 100.0));
         }
     }
 
@@ -95,7 +95,7 @@ impl Observer for Display {
         );
         match &self.bar {
             Some(bar) => bar.println(line),
-            None => eprintln!("{line}"),
+            None => output::say(&line),
         }
     }
 
@@ -124,7 +124,7 @@ fn listen() -> Result<()> {
                 if ASKED.swap(asked, Ordering::Relaxed) != 0 {
                     std::process::exit(if asked == 2 { 130 } else { 143 });
                 }
-                eprintln!("stopping at the end of this step; once more to stop at once");
+                output::say("stopping at the end of this step; once more to stop at once");
             }
         });
     });

@@ -155,6 +155,78 @@ fn a_scripted_model_that_is_good_malformed_out_of_scope_and_chatty_is_handled() 
 }
 
 #[test]
+fn a_call_that_the_budget_does_not_hold_ends_the_campaign() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let server = runtime.block_on(server(vec![Value::String("unused".into())]));
+    let goal = llm_goal(&server.uri(), 3).replace("rounds: 3", "rounds: 3, tokens: 10");
+    workspace(folder.path(), &goal);
+    let shown = json(&expect(&mut campaign(folder.path(), &["run"]), 0));
+    assert_eq!((&shown["state"], &shown["reason"]), (&json!("over"), &json!("tokens")), "{shown}");
+    assert_eq!(shown["rounds"].as_array().map(Vec::len), Some(1), "{shown}");
+    assert!(shown["rounds"][0]["reason"].as_str().is_some_and(|r| r.contains("budget of tokens")), "{shown}");
+    assert_eq!(runtime.block_on(server.received_requests()).map(|all| all.len()), Some(0), "nothing was asked");
+    // There is nothing to go on with, and nothing fails.
+    assert_eq!(json(&expect(&mut campaign(folder.path(), &["resume"]), 0))["reason"], "tokens");
+}
+
+#[test]
+fn what_a_model_writes_does_not_drive_the_terminal() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let hostile = "It\u{1b}[2J\u{1b}[1;1Hfalls.\u{1b}]0;owned\u{7}\r\u{9b}31m\n 0:00  kept";
+    let reply = json!({
+        "title": format!("raise\u{1b}[8m the rate {hostile}"), "hypothesis": hostile, "predicted_effect": 0.1,
+        "edits": [
+            {"op": "set", "file": "recipe/recipe.yaml", "key": "optimizer.lr", "value": 0.003},
+            {"op": "write", "file": "recipe/notes.md", "content": format!("# {hostile}\n")},
+        ],
+    });
+    let server = runtime.block_on(server(vec![Value::String(reply.to_string())]));
+    workspace(folder.path(), &llm_goal(&server.uri(), 1));
+    let show = |args: &[&str]| {
+        let output = expect(hone().current_dir(folder.path()).args(args), 0);
+        let all = [output.stdout, output.stderr].map(|bytes| String::from_utf8(bytes).expect("UTF-8")).concat();
+        let drives = |c: char| c.is_control() && c != '\n' && c != '\t';
+        assert!(!all.contains(drives), "{args:?}: {all:?}");
+        all
+    };
+    let said = show(&["campaign", "run"]);
+    assert!(said.contains("falls."), "{said}");
+    assert!(!said.lines().any(|line| line.starts_with(" 0:00  kept")), "a line of ours was forged: {said}");
+    let shown = show(&["review", "show", "c1/r001"]);
+    assert!(shown.contains("+# It") && shown.contains("falls."), "{shown}");
+    show(&["campaign", "status"]);
+    show(&["review", "list", "--all"]);
+    let json = show(&["--json", "review", "show", "c1/r001"]);
+    let detail: Value = serde_json::from_str(&json).expect("JSON");
+    assert!(detail["diff"].as_str().is_some_and(|diff| diff.contains("\u{1b}[2J")), "JSON keeps what is there: {json}");
+}
+
+/// Its terminal is closed: a hangup comes, and neither stream can be written to.
+#[test]
+fn a_campaign_outlives_its_terminal() {
+    let folder = tempfile::tempdir().expect("a folder");
+    workspace(folder.path(), GOAL);
+    let mut command = hone();
+    command.current_dir(folder.path()).args(["campaign", "run"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let mut errors = std::io::BufReader::new(child.stderr.take().expect("a pipe"));
+    let mut first = String::new();
+    // It speaks a moment before it listens for signals; by its second line it does.
+    for _ in 0..2 {
+        std::io::BufRead::read_line(&mut errors, &mut first).expect("a line");
+    }
+    drop((errors, child.stdout.take()));
+    let id = nix::unistd::Pid::from_raw(child.id() as i32);
+    nix::sys::signal::kill(id, nix::sys::signal::Signal::SIGHUP).expect("a signal");
+    assert_eq!(child.wait().expect("its end").code(), Some(0), "{first}");
+    let shown = json(&expect(&mut campaign(folder.path(), &["status"]), 0));
+    assert_eq!((&shown["state"], &shown["reason"]), (&json!("over"), &json!("rounds")), "{shown}");
+    assert_eq!(shown["rounds"].as_array().map(Vec::len), Some(2), "{shown}");
+}
+
+#[test]
 fn an_unreachable_endpoint_pauses_the_campaign_and_costs_no_round() {
     let folder = tempfile::tempdir().expect("a folder");
     // A port that was free a moment ago: nobody listens there.

@@ -48,6 +48,56 @@ fn a_misspelt_key_names_file_line_and_the_nearest_key() {
 }
 
 #[test]
+fn a_reader_that_has_seen_enough_ends_the_program_quietly() {
+    for arguments in
+        [&["reference"][..], &["schema", "recipe"], &["completions", "bash"], &["runs", "list"], &["no-such"]]
+    {
+        let mut command = hone();
+        command.args(arguments).stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+        let mut child = command.spawn().expect("it starts");
+        drop(child.stdout.take());
+        let expected = if arguments == ["no-such"] {
+            drop(child.stderr.take());
+            2
+        } else {
+            0
+        };
+        let output = child.wait_with_output().expect("its end");
+        assert_eq!((output.status.code(), stderr(&output).as_str()), (Some(expected), ""), "{arguments:?}");
+    }
+    // A failure that nobody can read is still told by its exit code.
+    let mut child =
+        hone().args(["validate", "no-such.yaml"]).stderr(std::process::Stdio::piped()).spawn().expect("it starts");
+    drop(child.stderr.take());
+    assert_eq!(child.wait().expect("its end").code(), Some(2));
+}
+
+#[test]
+fn a_goal_whose_suite_cannot_show_the_effect_is_warned_of() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let goal = |effect: f64| {
+        format!(
+            "goal: add\nmetric: {{suite: evals/addition.yaml, name: addition/pass@1, min_effect: {effect}}}\n\
+             edit: [recipe/**]\nruns: {{replicates: 2..3}}\n"
+        )
+    };
+    write(folder.path(), "recipe/recipe.yaml", &sft_recipe(1000));
+    write(folder.path(), "evals/addition.yaml", &SUITE.replace("digits: 1, n: 20", "digits: 3, n: 2000"));
+    let file = write(folder.path(), "goal.yaml", &goal(0.01));
+    let few = expect(hone().arg("validate").arg(&file), 0);
+    assert!(
+        stderr(&few).contains("warning: evals/addition.yaml has few items for `min_effect: 0.01`"),
+        "{}",
+        stderr(&few)
+    );
+    let found = json(&expect(hone().args(["--json", "validate"]).arg(&file), 0));
+    assert_eq!(found["warnings"].as_array().map(Vec::len), Some(1), "{found}");
+    write(folder.path(), "goal.yaml", &goal(0.2));
+    let enough = expect(hone().arg("validate").arg(&file), 0);
+    assert_eq!(stderr(&enough), "");
+}
+
+#[test]
 fn a_recipe_that_diverges_exits_5_and_keeps_the_last_good_checkpoint() {
     let folder = tempfile::tempdir().expect("a folder");
     let recipe = write(folder.path(), "recipe.yaml", &sft_recipe(100_000));
