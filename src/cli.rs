@@ -24,7 +24,7 @@ pub struct Cli {
 pub enum Command {
     /// Make a workspace, train its baseline, run a campaign, show the rounds and the review queue.
     Quickstart(Quickstart),
-    /// Make a workspace to start from: a git repository with goal, recipe, scaffold and evals.
+    /// Make a workspace to start from: a git repository with goal, recipe and evals.
     Init(Init),
     /// Say what this machine has.
     Doctor,
@@ -302,7 +302,7 @@ pub enum Split {
     /// For looking at while working.
     Dev,
     /// For confirming, once.
-    #[value(name = "held_out")]
+    #[value(name = "held_out", alias = "held-out")]
     HeldOut,
 }
 

@@ -1,6 +1,6 @@
 //! What people see: data on stdout, everything else on stderr; tables, JSON, errors with their hint.
 
-use comfy_table::{ContentArrangement, Table, presets};
+use comfy_table::{ColumnConstraint, ContentArrangement, Table, presets};
 use hone_agent::digest::printable;
 use hone_runs::{Class, Failure, Result};
 use serde::Serialize;
@@ -84,6 +84,11 @@ pub fn either(as_json: bool, value: &impl Serialize, human: impl FnOnce() -> Str
 
 /// A plain table: header, rows, as wide as the terminal (100 columns elsewhere).
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+    wrapping(&[], header, rows)
+}
+
+/// The same, where only the columns at `wrap` (all, where there are none) are broken into lines to fit.
+pub fn wrapping(wrap: &[usize], header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
     table.load_style(presets::UTF8_HORIZONTAL_ONLY).set_content_arrangement(ContentArrangement::Dynamic);
     if !std::io::stdout().is_terminal() {
@@ -92,6 +97,11 @@ pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> St
     table.set_header(header.to_vec());
     for row in rows {
         table.add_row(row);
+    }
+    for (i, column) in table.column_iter_mut().enumerate() {
+        if !wrap.is_empty() && !wrap.contains(&i) {
+            column.set_constraint(ColumnConstraint::ContentWidth);
+        }
     }
     table.to_string()
 }

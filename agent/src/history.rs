@@ -406,15 +406,26 @@ impl History {
 
     /// The finite dev scores of an incumbent on its first screening seeds.
     pub fn screening_scores(&self, incumbent: &Incumbent) -> Vec<f64> {
+        self.screened(incumbent).map(|(_, score)| score).collect()
+    }
+
+    /// The screening seed with the incumbent's middle score (the lower of two): the run that shows how the incumbent usually trains.
+    pub(crate) fn middle_seed(&self, incumbent: &Incumbent) -> u64 {
+        let mut screened: Vec<(u64, f64)> = self.screened(incumbent).collect();
+        screened.sort_by(|a, b| a.1.total_cmp(&b.1));
+        let middle = screened.get(screened.len().saturating_sub(1) / 2);
+        middle.map_or_else(|| self.started.screening_seed(incumbent.since, 0), |(seed, _)| *seed)
+    }
+
+    /// The first screening seeds with their finite dev scores.
+    fn screened(&self, incumbent: &Incumbent) -> impl Iterator<Item = (u64, f64)> {
         let seeds =
             (0..self.started.goal.runs.replicates.fewest).map(|i| self.started.screening_seed(incumbent.since, i));
         let key = self.metric_key();
-        seeds
-            .filter_map(|seed| match self.score(&incumbent.subject.commit, seed, &Subset::DEV, &key) {
-                Some(Score::Is(score)) => Some(score),
-                _ => None,
-            })
-            .collect()
+        seeds.filter_map(move |seed| match self.score(&incumbent.subject.commit, seed, &Subset::DEV, &key) {
+            Some(Score::Is(score)) => Some((seed, score)),
+            _ => None,
+        })
     }
 
     /// How much runs of one commit differ, as rounds up to `round` found: the replicates of each incumbent on its screening seeds, and those

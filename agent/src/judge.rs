@@ -204,25 +204,30 @@ pub fn alpha_of(gate: &Gate, j: usize, kept: usize) -> f64 {
     }
 }
 
-/// Screens a candidate on seeds that the incumbent has run, too. The rule: the interval of the gain (80%, two-sided) pools the pairs'
-/// spread with the baseline's. Once it lies wholly below `min_effect` the candidate is hopeless; once wholly above, it is promising. With
-/// the fewest replicates run, the point estimate decides.
-pub fn screen(judge: &Judge, pairs: &[Pair]) -> Screen {
+/// Screens a candidate on seeds that the incumbent has run, too; `usual` are all the incumbent's screening scores. The rule: the interval of the gain (80%, two-sided) pools the pairs'
+/// spread with the baseline's. Once it lies wholly below `min_effect` the candidate is hopeless, unless one of its runs beats the
+/// incumbent's median by `min_effect`: the incumbent's run beside it may have worked by luck. Once wholly above, it is promising. With the
+/// fewest replicates run, the median gain decides, which one lucky run does not move.
+pub fn screen(judge: &Judge, usual: &[f64], pairs: &[Pair]) -> Screen {
+    let sign = judge.direction.sign();
+    let bar = if usual.is_empty() { f64::INFINITY } else { median(usual) * sign + judge.min_effect };
     for n in 1..=pairs.len() {
         let Some(gains) = judge.gains(&pairs[..n]) else {
             return Screen::Stop { verdict: Verdict::Invalid, estimate: None, reason: invalid(&pairs[..n]) };
         };
         let (mean, low, high) = judge.pooled_interval(&gains, 0.9);
         let enough = n >= judge.replicates[0];
-        if low >= judge.min_effect || (enough && mean >= judge.min_effect) {
+        let middle = median(&gains);
+        if low >= judge.min_effect || (enough && middle >= judge.min_effect) {
             return Screen::Promising(judge.estimate(&gains));
         }
-        if high < judge.min_effect || enough {
+        let hopeless = high < judge.min_effect && pairs[..n].iter().all(|pair| pair.candidate * sign < bar);
+        if hopeless || enough {
             let verdict = if high < 0.0 { Verdict::Worse } else { Verdict::Undecided };
             let reason = format!(
-                "Gain {mean:+.4} over {n} {}, 80% interval {low:+.4} to {high:+.4}: {} the {} worth keeping.",
+                "Gain {mean:+.4} over {n} {}, 80% interval {low:+.4} to {high:+.4}, median {middle:+.4}: {} the {} worth keeping.",
                 if n == 1 { "seed" } else { "seeds" },
-                if high < judge.min_effect { "hopeless, below" } else { "below" },
+                if hopeless { "hopeless, below" } else { "below" },
                 judge.min_effect
             );
             return Screen::Stop { verdict, estimate: Some(judge.estimate(&gains)), reason };
@@ -398,6 +403,14 @@ fn mean_sd(xs: &[f64]) -> (f64, f64) {
     let mean = xs.iter().sum::<f64>() / n;
     let squares = xs.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>();
     (mean, if xs.len() > 1 { (squares / (n - 1.0)).sqrt() } else { 0.0 })
+}
+
+/// The middle value; of an even number the mean of the two middle ones.
+fn median(xs: &[f64]) -> f64 {
+    let mut sorted = xs.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let half = sorted.len() / 2;
+    if sorted.len() % 2 == 1 { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 }
 }
 
 fn invalid(pairs: &[Pair]) -> String {

@@ -35,7 +35,7 @@ impl Campaign {
         let scores = history.screening_scores(incumbent);
         let mean = scores.iter().sum::<f64>() / scores.len().max(1) as f64;
         let interval = stats::t_mean(&scores, 0.95).map_or([mean, mean], |e| [e.interval.low, e.interval.high]);
-        let seed = self.started().screening_seed(incumbent.since, 0);
+        let seed = history.middle_seed(incumbent);
         let folder = self.folder(&incumbent.subject, seed);
         Ok(Observation {
             goal: goal.goal.clone(),
@@ -97,7 +97,7 @@ impl Campaign {
         Some(format!("Round {number}: {reason}\n{}", LogDigest::read(BufReader::new(log)).text()))
     }
 
-    /// Dev items that the incumbent got wrong with its first screening seed.
+    /// Dev items that the incumbent got wrong with a seed.
     fn failed_samples(&self, history: &History, commit: &str, seed: u64) -> Vec<FailedSample> {
         let suite = &self.goal().metric.suite;
         let task = self.goal().metric.name.split('/').next().unwrap_or_default();

@@ -148,12 +148,13 @@ impl Campaign {
         }
         let judge = self.judge(round);
         let fewest = judge.replicates[0];
+        let usual = self.with(|history| history.screening_scores(incumbent));
         let seed = |i: usize| self.started().screening_seed(incumbent.since, i);
         // Batches follow from the judge's answers alone, so that a resumed screening makes the runs of the unbroken one.
         let mut upto = 0;
         let screen = loop {
             let found = self.pairs(subject, incumbent, Subset::DEV, &self.metric_key(), (0..upto).map(seed));
-            let total = match judge::screen(&judge, &found.pairs) {
+            let total = match judge::screen(&judge, &usual, &found.pairs) {
                 Screen::More { total } => total,
                 decided => break decided,
             };
@@ -251,10 +252,11 @@ impl Campaign {
                     if verdict == Verdict::Better {
                         self.hold_floors(&mut ruling, subject, incumbent, subset, seeds(n).collect());
                         if confirmation.looks > 1 {
-                            ruling.flags.push(format!(
-                                "its held-out items were used by {} confirmations before",
-                                confirmation.looks - 1
-                            ));
+                            let times = match confirmation.looks {
+                                2 => "once".to_string(),
+                                looks => format!("{} times", looks - 1),
+                            };
+                            ruling.flags.push(format!("its held-out items were used {times} before"));
                         }
                     }
                     return Ok(Some(ruling));
@@ -491,8 +493,7 @@ impl Campaign {
         if head == baseline {
             return Ok(());
         }
-        let replicates = self.goal().runs.replicates;
-        let n = replicates.most.min(replicates.fewest.max(5));
+        let n = self.goal().runs.replicates.most;
         let folds = self.goal().metric.folds;
         let subset = Subset::held_out_fold(folds - 1, folds);
         let jobs = self.paired_jobs(round, step::CLOSING, [&head.subject, &baseline.subject], subset, 0..n);

@@ -211,6 +211,7 @@ pub fn summary(changes: &[Change]) -> String {
         Some(value) => value.to_string(),
     };
     let one = |change: &Change| match (&change.key, &change.from, &change.to) {
+        (Some(key), None, to) => format!("{key} → {}", show(to)),
         (Some(key), from, to) => format!("{key} {} → {}", show(from), show(to)),
         (None, None, _) => format!("{} (new)", change.file),
         (None, _, None) => format!("{} (deleted)", change.file),

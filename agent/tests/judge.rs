@@ -31,7 +31,7 @@ fn campaign(seed: u64, rounds: usize, gain: f64, min_effect: f64, modes: bool) -
         let judge = judge(min_effect, Noise::of([&replicates[..]]));
         let mut pairs = Vec::new();
         let screened = loop {
-            match screen(&judge, &pairs) {
+            match screen(&judge, &baseline, &pairs) {
                 Screen::More { total } => {
                     assert_eq!(total, pairs.len() + 1);
                     let i = pairs.len();
@@ -130,7 +130,9 @@ fn scores_that_are_not_finite_are_invalid_and_named() {
     let judge = judge(0.01, Noise { sd: 0.02, df: 2 });
     let screened = Estimate { n: 3, effect: 0.1, interval: None };
     let pairs = [Pair { seed: 7, candidate: f64::NAN, incumbent: 0.5 }];
-    let Screen::Stop { verdict: Verdict::Invalid, reason, .. } = screen(&judge, &pairs) else { panic!("screened") };
+    let Screen::Stop { verdict: Verdict::Invalid, reason, .. } = screen(&judge, &[0.5], &pairs) else {
+        panic!("screened")
+    };
     assert!(reason.contains("seed 7") && reason.contains("NaN"), "{reason}");
     let done = confirm(&judge, 0.03, &screened, &pairs);
     assert!(matches!(done, Confirm::Done { verdict: Verdict::Invalid, .. }), "{done:?}");
@@ -144,12 +146,29 @@ fn equal_scores_are_undecided_and_worse_is_worse() {
     let pairs =
         |gain: f64| -> Vec<_> { (0..12).map(|seed| Pair { seed, candidate: 0.5 + gain, incumbent: 0.5 }).collect() };
     for (gain, wanted) in [(0.0, Verdict::Undecided), (-0.3, Verdict::Worse)] {
-        let Screen::Stop { verdict, .. } = screen(&judge, &pairs(gain)) else { panic!("{gain}") };
+        let Screen::Stop { verdict, .. } = screen(&judge, &[0.5], &pairs(gain)) else { panic!("{gain}") };
         assert_eq!(verdict, wanted);
         let screened = Estimate { n: 3, effect: 0.05, interval: None };
         let Confirm::Done { verdict, p, .. } = confirm(&judge, 0.03, &screened, &pairs(gain)) else { panic!("{gain}") };
         assert_eq!((verdict, p), (wanted, 1.0));
     }
+}
+
+/// One seed on which the incumbent worked by luck hides nothing, and one on which the candidate did promises nothing.
+#[test]
+fn one_lucky_run_decides_no_screening() {
+    let judge = Judge { replicates: [4, 10], ..judge(0.05, Noise { sd: 0.4, df: 3 }) };
+    let pairs = |candidate: [f64; 4], incumbent: [f64; 4]| -> Vec<_> {
+        (0..4).map(|i| Pair { seed: i as u64, candidate: candidate[i], incumbent: incumbent[i] }).collect()
+    };
+    let (plain, lucky, better) = ([0.12, 0.11, 0.13, 0.1], [1.0, 0.11, 0.13, 0.1], [0.25, 0.3, 0.22, 0.27]);
+    for n in 1..4 {
+        assert!(matches!(screen(&judge, &lucky, &pairs(better, lucky)[..n]), Screen::More { .. }), "{n}");
+    }
+    assert!(matches!(screen(&judge, &lucky, &pairs(better, lucky)), Screen::Promising(_)));
+    assert!(matches!(screen(&judge, &plain, &pairs(lucky, plain)), Screen::Stop { .. }));
+    // What no run of the candidate speaks for is stopped as early as ever.
+    assert!(matches!(screen(&judge, &lucky, &pairs([0.01; 4], lucky)[..1]), Screen::Stop { .. }));
 }
 
 #[test]
@@ -159,7 +178,10 @@ fn minimising_is_maximising_upside_down() {
     let pairs: Vec<_> = (0..6).map(|s| Pair { seed: s, candidate: 0.7 + 0.01 * s as f64, incumbent: 0.5 }).collect();
     let swapped: Vec<_> =
         pairs.iter().map(|p| Pair { candidate: -p.candidate, incumbent: -p.incumbent, ..*p }).collect();
-    let (Screen::Promising(a), Screen::Promising(b)) = (screen(&up, &pairs), screen(&down, &swapped)) else { panic!() };
+    let (Screen::Promising(a), Screen::Promising(b)) = (screen(&up, &[0.5], &pairs), screen(&down, &[-0.5], &swapped))
+    else {
+        panic!()
+    };
     let ([al, ah], [bl, bh]) = (a.interval.unwrap(), b.interval.unwrap());
     assert_eq!((a.effect, al, ah), (-b.effect, -bh, -bl));
     let Confirm::Done { p, .. } = confirm(&up, 0.03, &a, &pairs) else { panic!() };

@@ -291,9 +291,12 @@ pub fn page(overview: &Overview) -> String {
         let _ = write!(page, " ({reason})");
     }
     let _ = write!(page, "\nbaseline {metric} {}", spread(&overview.baseline));
+    if overview.confirmations > 0 {
+        let _ = write!(page, "; {} confirmations, each a look at held-out items", overview.confirmations);
+    }
     let rows = overview.rounds.iter().map(|row| cells(row, overview));
-    let header = ["round", "hypothesis", "change", metric, "incumbent", "effect [95%]", "verdict", "decision", "cost"];
-    let _ = write!(page, "\n\n{}", output::table(&header, rows));
+    let header = ["", "hypothesis", "change", "score", "was", "effect [95%]", "verdict", "decision", "cost"];
+    let _ = write!(page, "\n\n{}", output::wrapping(&[1, 2], &header, rows));
     if let Some(total) = overview.closed.as_ref().and_then(|c| c.total.as_ref().map(|t| (c, t))) {
         let (closed, total) = total;
         let mean = |of: &[f64]| of.iter().sum::<f64>() / of.len().max(1) as f64;
@@ -329,7 +332,7 @@ fn spread(scores: &Scores) -> String {
 
 fn effect(effect: f64, interval: Option<[f64; 2]>) -> String {
     match interval {
-        Some([low, high]) => format!("{effect:+.3} [{low:+.3}, {high:+.3}]"),
+        Some([low, high]) => format!("{effect:+.3} [{low:+.2}, {high:+.2}]"),
         None => format!("{effect:+.3}"),
     }
 }
@@ -340,7 +343,7 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
         Some(Decision::Keep) => "kept",
         Some(Decision::Rollback) => "rolled back",
         Some(Decision::Iterate) => "iterate",
-        None if overview.kept.contains(&row.round) => "kept, to be confirmed",
+        None if overview.kept.contains(&row.round) => "kept, for now",
         None if overview.queue.iter().any(|item| item.round == row.round && item.open) => "waits",
         None => "–",
     };
@@ -352,8 +355,8 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
     };
     vec![
         row.round.to_string(),
-        row.title.clone(),
-        row.change.clone(),
+        because(&row.hypothesis, &row.title),
+        short_keys(&row.change),
         number(row.score),
         number(row.incumbent),
         row.effect.as_ref().map_or_else(|| "–".into(), |e| effect(e.effect, e.interval)),
@@ -361,6 +364,27 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
         decision.into(),
         format!("{} runs, {:.0} s", row.cost.runs, row.cost.device_s),
     ]
+}
+
+/// Changes by the last part of each key: `stages.0.sft.batch 512 → 256` as `batch 512 → 256`. Files keep their paths.
+fn short_keys(change: &str) -> String {
+    let short = |word: &str| {
+        let key = word.starts_with(char::is_alphabetic) && !word.contains('/');
+        if key { word.rsplit('.').next().unwrap_or(word).to_owned() } else { word.to_owned() }
+    };
+    change.split(' ').map(short).collect::<Vec<_>>().join(" ")
+}
+
+/// The hypothesis as far as it fits a table: its first sentence, cut at a word; the title where there is none.
+fn because(hypothesis: &str, title: &str) -> String {
+    const LONGEST: usize = 60;
+    let sentence = hypothesis.split_inclusive(". ").next().unwrap_or_default().trim();
+    let text = if sentence.is_empty() { title } else { sentence };
+    if text.chars().count() <= LONGEST {
+        return text.to_owned();
+    }
+    let cut: String = text.chars().take(LONGEST).collect();
+    format!("{} …", cut.rsplit_once(' ').map_or(cut.as_str(), |(whole, _)| whole))
 }
 
 /// Live progress on stderr: a line for each thing of note; on a terminal a moving line of what runs below them.

@@ -12,7 +12,7 @@ use hone_runs::Result;
 pub fn run(args: &cli::Quickstart, json: bool) -> Result<()> {
     init::create(&args.dir, Template::Reverse)?;
     let dir = args.dir.display().to_string();
-    eprintln!("made the workspace {dir}: goal.yaml, recipe/, evals/, a git repository of its own");
+    output::say(&format!("made the workspace {dir}: goal.yaml, recipe/, evals/, a git repository of its own"));
     let goal = CampaignRun { goal: args.dir.join("goal.yaml"), rounds: Some(args.rounds), seed: args.seed };
     let overview = campaign::start(&goal, &Options { rounds: goal.rounds, seed: goal.seed })?;
     output::either(json, &overview, || {

@@ -173,7 +173,37 @@ fn leaves(prefix: &str, value: &Value, out: &mut Vec<(String, Value)>) {
     }
 }
 
-/// Draws the chosen metrics of the runs into an SVG file: a panel a metric, a colour a run.
+/// The mean, the lowest and the highest of each of at most `CURVE_POINTS` equal parts of a curve: what a picture has room for.
+struct Curve {
+    mean: Vec<(f64, f64)>,
+    low: Vec<(f64, f64)>,
+    high: Vec<(f64, f64)>,
+}
+
+const CURVE_POINTS: usize = 120;
+
+/// Told apart by eyes that do not tell red from green: blue, orange, bluish green, purple.
+const COLOURS: [RGBColor; 4] =
+    [RGBColor(0, 114, 178), RGBColor(230, 120, 0), RGBColor(0, 158, 115), RGBColor(204, 121, 167)];
+
+impl Curve {
+    fn of(points: &[metrics::Point]) -> Self {
+        let finite: Vec<(f64, f64)> =
+            points.iter().filter(|p| p.value.is_finite()).map(|p| (p.step as f64, p.value)).collect();
+        let mut curve = Self { mean: Vec::new(), low: Vec::new(), high: Vec::new() };
+        for part in finite.chunks(finite.len().div_ceil(CURVE_POINTS).max(1)) {
+            let n = part.len() as f64;
+            let step = part.iter().map(|p| p.0).sum::<f64>() / n;
+            curve.mean.push((step, part.iter().map(|p| p.1).sum::<f64>() / n));
+            curve.low.push((step, part.iter().map(|p| p.1).fold(f64::MAX, f64::min)));
+            curve.high.push((step, part.iter().map(|p| p.1).fold(f64::MIN, f64::max)));
+        }
+        curve
+    }
+}
+
+/// Draws the chosen metrics of the runs into an SVG file: a panel a metric, a colour a run, the range within each part of a long curve
+/// shaded.
 fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
     const PANEL: (u32, u32) = (460, 300);
     const COLUMNS: usize = 2;
@@ -189,11 +219,8 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
     let root = SVGBackend::new(to, (PANEL.0 * columns as u32, PANEL.1 * rows as u32)).into_drawing_area();
     root.fill(&WHITE).map_err(|e| failed(&e))?;
     for (panel, name) in root.split_evenly((rows, columns)).iter().zip(&chosen) {
-        let series: Vec<Vec<(f64, f64)>> = all
-            .iter()
-            .map(|m| m.series(name).iter().filter(|p| p.value.is_finite()).map(|p| (p.step as f64, p.value)).collect())
-            .collect();
-        let points = || series.iter().flatten();
+        let series: Vec<Curve> = all.iter().map(|m| Curve::of(m.series(name))).collect();
+        let points = || series.iter().flat_map(|curve| curve.low.iter().chain(&curve.high));
         let (low, high) = points().fold((f64::MAX, f64::MIN), |(l, h), p| (l.min(p.1), h.max(p.1)));
         if low > high {
             continue;
@@ -211,14 +238,21 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
             .configure_mesh()
             .light_line_style(WHITE)
             .x_desc("step")
+            .x_label_formatter(&|x| format!("{x:.0}"))
             .y_label_formatter(&|y| format!("{y:.3}"))
             .draw()
             .map_err(|e| failed(&e))?;
+        // The key lies where the curves began, out of the way of where they end.
+        let ends = series.iter().filter_map(|curve| Some((curve.mean.first()?.1, curve.mean.last()?.1)));
+        let rises = ends.map(|(first, last)| last - first).sum::<f64>() > 0.0;
+        let corner = if rises { SeriesLabelPosition::UpperLeft } else { SeriesLabelPosition::UpperRight };
         for (i, (run, folder)) in series.into_iter().zip(folders).enumerate() {
-            let colour = Palette99::pick(i).to_rgba();
+            let colour = COLOURS[i % COLOURS.len()];
             let label = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let range: Vec<_> = run.low.into_iter().chain(run.high.into_iter().rev()).collect();
+            chart.draw_series([Polygon::new(range, colour.mix(0.15).filled())]).map_err(|e| failed(&e))?;
             chart
-                .draw_series(LineSeries::new(run, colour.stroke_width(2)))
+                .draw_series(LineSeries::new(run.mean, colour.stroke_width(2)))
                 .map_err(|e| failed(&e))?
                 .label(label)
                 .legend(move |(x, y)| PathElement::new([(x, y), (x + 14, y)], colour.stroke_width(2)));
@@ -226,6 +260,7 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
         if folders.len() > 1 {
             chart
                 .configure_series_labels()
+                .position(corner)
                 .border_style(BLACK.mix(0.2))
                 .background_style(WHITE.mix(0.8))
                 .draw()

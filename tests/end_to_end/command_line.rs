@@ -1,6 +1,7 @@
 //! Commands from outside: what they print, what they refuse and how they exit.
 
 use crate::support::{SUITE, expect, hone, json, rl_recipe, sft_recipe, stderr, write};
+use std::path::Path;
 
 #[test]
 fn train_eval_generate_logprobs_work_on_their_own() {
@@ -137,4 +138,26 @@ fn results_do_not_depend_on_the_number_of_threads() {
         json(&expect(&mut command, 0))["hash"].clone()
     };
     assert_eq!(hash("1"), hash("2"));
+}
+
+/// As far as that can be seen without the runs that they go on from.
+#[test]
+fn the_books_recipes_and_suites_are_valid() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/recipes");
+    let yaml = |folder: &Path| {
+        let files = std::fs::read_dir(folder).expect("a folder").map(|entry| entry.expect("an entry").path());
+        files.filter(|path| path.extension().is_some_and(|e| e == "yaml")).collect::<Vec<_>>()
+    };
+    let files = [yaml(&folder), yaml(&folder.join("suites"))].concat();
+    assert!(files.len() >= 9, "{files:?}");
+    for file in files {
+        let text = std::fs::read_to_string(&file).expect("a file");
+        // These need what another run or the reader provides; their keys are checked before that is looked for.
+        if text.contains("from: runs/") || text.contains("file: text.txt") {
+            let said = String::from_utf8(expect(hone().arg("validate").arg(&file), 2).stderr).expect("text");
+            assert!(said.contains("There is no checkpoint") || said.contains("text.txt"), "{said}");
+        } else {
+            expect(hone().arg("validate").arg(&file), 0);
+        }
+    }
 }
