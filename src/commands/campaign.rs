@@ -377,7 +377,7 @@ fn short_keys(change: &str) -> String {
 
 /// The hypothesis as far as it fits a table: its first sentence, cut at a word; the title where there is none.
 fn because(hypothesis: &str, title: &str) -> String {
-    const LONGEST: usize = 60;
+    const LONGEST: usize = 46;
     let sentence = hypothesis.split_inclusive(". ").next().unwrap_or_default().trim();
     let text = if sentence.is_empty() { title } else { sentence };
     if text.chars().count() <= LONGEST {
