@@ -66,6 +66,8 @@ pub enum Command {
     /// Look at runs.
     #[command(subcommand)]
     Runs(Runs),
+    /// Measure this machine: what the trainer does a second beside the limit, both in one run.
+    Bench(Bench),
     /// Print shell completions.
     Completions {
         /// The shell.
@@ -304,6 +306,16 @@ pub enum Split {
     /// For confirming, once.
     #[value(name = "held_out", alias = "held-out")]
     HeldOut,
+}
+
+/// Arguments of `bench`.
+#[derive(Args)]
+pub struct Bench {
+    /// Which: kernels, train-step or decode (default: all).
+    pub name: Option<String>,
+    /// Where.
+    #[command(flatten)]
+    pub compute: Compute,
 }
 
 /// Arguments of `generate`.

@@ -19,6 +19,7 @@ pub mod experts;
 pub mod forest;
 pub mod head;
 pub mod lightning;
+pub mod limits;
 pub mod linear;
 mod matrix;
 pub mod norm;
@@ -35,4 +36,5 @@ pub mod threads;
 mod trees;
 
 pub use forest::{Forest, ForestError, Prediction, Segment};
+pub use simd::instruction_set;
 pub use tensor::Tensor;

@@ -19,6 +19,22 @@ pub use pulp::Simd;
 /// Lanes of a sum, on every instruction set: one AVX-512 register, two of AVX2, four of NEON.
 pub const LANES: usize = 16;
 
+/// The instruction set that the vector kernels run with here: chosen at run time, among those they were compiled for.
+pub fn instruction_set() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    match pulp::Arch::new() {
+        #[cfg(feature = "avx512")]
+        pulp::Arch::V4(_) => return "AVX-512",
+        pulp::Arch::V3(_) => return "AVX2 with FMA",
+        _ => {}
+    }
+    #[cfg(target_arch = "aarch64")]
+    if let pulp::Arch::Neon(_) = pulp::Arch::new() {
+        return "NEON";
+    }
+    "none"
+}
+
 /// Runs an expression compiled for the best instruction set of this machine: `dispatch!(|s| dot(s, x, y))`. What the
 /// expression calls must be `#[inline(always)]`, or it is compiled for the oldest processor of the platform.
 #[cfg(target_arch = "x86_64")]

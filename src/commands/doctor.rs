@@ -10,7 +10,7 @@ pub fn run(json: bool) -> Result<()> {
     let findings = [
         ("hone", json!(env!("CARGO_PKG_VERSION"))),
         ("cores", json!(cores)),
-        ("vector", json!(vector())),
+        ("vector", json!(hone_trainer::engine::instruction_set())),
         ("memory", json!(memory())),
         ("git", json!(first_line("git", &["--version"]))),
         ("device", json!("cpu")),
@@ -24,20 +24,6 @@ pub fn run(json: bool) -> Result<()> {
         };
         findings.iter().map(line).collect::<Vec<_>>().join("\n")
     })
-}
-
-/// The widest vector instructions that the kernels can use here.
-fn vector() -> &'static str {
-    #[cfg(target_arch = "x86_64")]
-    {
-        if is_x86_feature_detected!("avx512f") {
-            return "AVX-512";
-        }
-        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            return "AVX2 with FMA";
-        }
-    }
-    "the platform's baseline"
 }
 
 /// Memory of the machine, where the system tells.

@@ -1,5 +1,6 @@
 //! One file a command, or a family of them. Each wires crates together and prints; what it wires lies in the crates.
 
+mod bench;
 mod campaign;
 mod doctor;
 mod eval;
@@ -37,6 +38,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         Command::Eval(args) => eval::run(args, json),
         Command::Generate(args) => model::generate(args, json),
         Command::Logprobs(args) => model::logprobs(args),
+        Command::Bench(args) => bench::run(args, json),
         Command::Runs(command) => runs::run(command, json),
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -43,7 +43,7 @@ pub enum Router {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, schemars::JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum Preset {
-    /// 3 lightning layers and 1 softmax, width 64, 4 experts: trains on small tasks in seconds.
+    /// 3 lightning layers and 1 softmax, width 32, 4 experts: trains on small tasks in seconds.
     HybridNano,
     /// 7 lightning layers and 1 softmax, width 64, 8 experts.
     HybridTiny,

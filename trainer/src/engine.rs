@@ -5,6 +5,7 @@ use std::path::Path;
 
 use hone_evals::model::{Completion, LanguageModel, Sampling, TextScore};
 use hone_kernels::head::Scores;
+pub use hone_kernels::instruction_set;
 use hone_kernels::threads::Pool;
 use hone_kernels::{Forest, Prediction};
 use hone_runs::failure::Context;
@@ -185,28 +186,12 @@ impl LanguageModel for Engine {
         identity.insert("dtype".into(), "f32".into());
         identity.insert("device".into(), "cpu".into());
         // Bits are promised for one instruction set and one segmentation.
-        identity.insert("instructions".into(), instruction_set().into());
+        let instructions = format!("{} {}", std::env::consts::ARCH, instruction_set());
+        identity.insert("instructions".into(), instructions.into());
         identity.insert(
             "segmentation".into(),
             format!("prompt, completion; blocks of {}", self.decoder.config.block).into(),
         );
         identity
     }
-}
-
-/// The widest instruction set that the kernels choose by.
-fn instruction_set() -> String {
-    let arch = std::env::consts::ARCH;
-    #[cfg(target_arch = "x86_64")]
-    {
-        for (name, there) in [
-            ("avx512f", std::is_x86_feature_detected!("avx512f")),
-            ("avx2+fma", std::is_x86_feature_detected!("avx2") && std::is_x86_feature_detected!("fma")),
-        ] {
-            if there {
-                return format!("{arch} {name}");
-            }
-        }
-    }
-    arch.to_string()
 }

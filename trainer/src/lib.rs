@@ -29,6 +29,7 @@
 
 pub mod advantage;
 pub mod alarm;
+pub mod bench;
 pub mod budget;
 pub mod checkpoint;
 pub mod config;
