@@ -106,6 +106,12 @@ pub fn wrapping(wrap: &[usize], header: &[&str], rows: impl IntoIterator<Item = 
     table.to_string()
 }
 
+/// Columns of the terminal; 120 elsewhere.
+pub fn width() -> usize {
+    let terminal = if std::io::stdout().is_terminal() { Table::new().width() } else { None };
+    terminal.map_or(120, usize::from)
+}
+
 /// Prints a failure to stderr: what, where, and what to do.
 pub fn failure(failure: &Failure, as_json: bool) {
     if as_json {

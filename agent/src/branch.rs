@@ -112,6 +112,25 @@ pub fn tip(workspace: &Workspace, branch: &str) -> Result<Option<String>> {
     Ok(at(&workspace.repository()?, &format!("refs/heads/{branch}"))?.map(|id| id.to_string()))
 }
 
+/// The branches of a campaign, by their names below `hone/<campaign>/`, in their order.
+///
+/// # Errors
+/// `Infrastructure` when the repository cannot be read.
+pub fn of_campaign(workspace: &Workspace, campaign: &str) -> Result<Vec<String>> {
+    let prefix = format!("refs/heads/hone/{campaign}/");
+    let repository = workspace.repository()?;
+    let cannot = |e: git2::Error| {
+        Failure::new(Class::Infrastructure, format!("Cannot list the branches of {campaign}: {}.", e.message()))
+    };
+    let mut names = Vec::new();
+    for reference in repository.references_glob(&format!("{prefix}*")).map_err(cannot)? {
+        let reference = reference.map_err(cannot)?;
+        names.extend(String::from_utf8_lossy(reference.name_bytes()).strip_prefix(&prefix).map(str::to_owned));
+    }
+    names.sort();
+    Ok(names)
+}
+
 /// The difference between two commits' trees as a patch, added and removed files included; binary files are named only.
 ///
 /// # Errors

@@ -158,7 +158,10 @@ impl Campaign {
             data,
             protected,
             version: env!("CARGO_PKG_VERSION").into(),
+            earlier: 0,
+            looks: 0,
         };
+        let started = after_others(&ledger, started).await?;
         let payload = encode(&started)?;
         let event = ledger.append(NewEvent::new(&name, 0, step::START, Started::KIND, payload)).await?;
         let history = History::of(&[event.event])?;
@@ -265,7 +268,9 @@ impl Campaign {
             );
         }
         self.reconcile()?;
-        self.baseline().await?;
+        if !self.baseline().await? {
+            return Ok(End::Paused);
+        }
         let rounds = self.goal().budget.rounds;
         let mut fruitless = 0;
         let mut reason = "rounds".to_string();
@@ -309,7 +314,9 @@ impl Campaign {
                     .hint("Read the refusals with `hone campaign status`, change the proposer or what the goal opens, and resume."));
             }
         }
-        self.closing(rounds + 1).await?;
+        if !self.closing(rounds + 1).await? {
+            return Ok(End::Paused);
+        }
         self.end(&reason).await
     }
 
@@ -334,8 +341,9 @@ impl Campaign {
         Ok(())
     }
 
-    /// Trains and measures the baseline on the first screening seeds. There is nothing to compare with until all have a score.
-    async fn baseline(self: &Arc<Self>) -> Result<()> {
+    /// Trains and measures the baseline on the first screening seeds. There is nothing to compare with until all have a score. False when a pause
+    /// was asked for.
+    async fn baseline(self: &Arc<Self>) -> Result<bool> {
         let baseline = self.with(|history| history.baseline());
         let fewest = self.goal().runs.replicates.fewest;
         let jobs = (0..fewest).map(|i| Job {
@@ -346,7 +354,9 @@ impl Campaign {
             seed: self.started.screening_seed(0, i),
             subset: Subset::DEV,
         });
-        self.make(jobs.collect()).await?;
+        if !self.make(jobs.collect()).await? {
+            return Ok(false);
+        }
         let scores = self.with(|history| history.screening_scores(&baseline));
         if scores.len() < fewest {
             let why = (0..fewest).find_map(|i| {
@@ -377,7 +387,7 @@ impl Campaign {
                 self.observer.see(&Progress::Note(&note));
             }
         }
-        Ok(())
+        Ok(true)
     }
 
     /// The judge of a round.
@@ -580,6 +590,18 @@ async fn append_control(ledger: &Ledger, campaign: &str, kind: &str, failure: Op
 
 pub(crate) fn encode<T: serde::Serialize>(value: &T) -> Result<serde_json::Value> {
     serde_json::to_value(value).map_err(|e| Failure::new(Class::Other, format!("An event cannot be written: {e}.")))
+}
+
+/// A start that knows what earlier campaigns of the workspace used: a seed or an item that decided something once is not fresh.
+async fn after_others(ledger: &Ledger, mut started: Started) -> Result<Started> {
+    for name in ledger.campaigns().await? {
+        let other = History::load(ledger, &name).await?;
+        started.earlier += 1;
+        if other.started.goal.metric.suite == started.goal.metric.suite {
+            started.looks += other.confirmations(u32::MAX).0;
+        }
+    }
+    Ok(started)
 }
 
 /// The next of c1, c2, … that neither the ledger nor a folder of runs nor another start knows, and its lock.

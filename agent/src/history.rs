@@ -371,6 +371,11 @@ impl History {
         self.trained.get(&(commit.to_string(), seed))
     }
 
+    /// The training runs of a commit.
+    pub fn runs(&self, commit: &str) -> impl Iterator<Item = &Trained> {
+        self.trained.values().filter(move |run| run.subject.commit == commit)
+    }
+
     /// The measurement of a commit with a seed on a subset.
     pub fn measured(&self, commit: &str, seed: u64, subset: &Subset) -> Option<&Measured> {
         self.measured.get(&(commit.to_string(), seed, subset.to_string()))

@@ -115,12 +115,20 @@ pub struct Started {
     pub protected: String,
     /// Hone's version.
     pub version: String,
+    /// Campaigns that the workspace had before: their seeds are not used again.
+    #[serde(default)]
+    pub earlier: u64,
+    /// Confirmations that earlier campaigns began on the judged suite: this one's take the parts of the held-out items in turn after them.
+    #[serde(default)]
+    pub looks: usize,
 }
 
 impl Started {
-    /// Seed of the i-th screening run against the incumbent of round `since`. Seeds of other rounds, uses and campaign seeds are others.
+    /// Seed of the i-th screening run against the incumbent of round `since`. Seeds of other rounds, uses, campaigns of the workspace and
+    /// campaign seeds are others.
     pub fn screening_seed(&self, since: u32, i: usize) -> u64 {
-        self.seed.wrapping_mul(1_000_000) + u64::from(since) * 100 + i as u64
+        let campaign = self.earlier * 1_000_000_000_000 + self.seed.wrapping_mul(1_000_000);
+        campaign.wrapping_add(u64::from(since) * 100 + i as u64)
     }
 
     /// Seed of the i-th run of a confirmation in `round`; the closing counts as one.

@@ -13,14 +13,15 @@ use crate::judge::{Estimate, Floor, Pair, Verdict};
 use crate::proposal::Decision;
 use crate::record::{Decided, Incumbent, ReportRef, Subject, step};
 use crate::round::decision_lock;
+use crate::run::run_folder;
 use crate::workspace::{Workspace, short};
 use hone_evals::suite::Subset;
 use hone_runs::ledger::{Ledger, NewEvent};
 use hone_runs::{Class, Failure, Result};
 use serde::Serialize;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
 
 /// What became of a review item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -204,7 +205,7 @@ pub fn detail(workspace: &Workspace, history: &History, number: u32) -> Result<D
                     _ => None,
                 };
                 if let (Some(candidate), Some(incumbent)) = (score(&subject.commit), score(&candidate.parent)) {
-                    let folder = crate::run::run_folder(&runs, &subject, seed);
+                    let folder = run_folder(&runs, &subject, seed);
                     seeds.push(SeedLine { stage, pair: Pair { seed, candidate, incumbent }, folder });
                 }
                 reports.extend(
@@ -415,18 +416,32 @@ pub struct Verified {
     pub kept: Vec<String>,
     /// Reports behind their scores and behind those of what they were compared with.
     pub reports: usize,
+    /// Checkpoints behind them that are what was measured.
+    pub checkpoints: usize,
+    /// And those that are not there any more: a claim can stand without them, but not be measured again.
+    pub missing: usize,
 }
 
 /// Checks a campaign again, offline: the hash chain of its events, that each kept commit is there, and that every report behind a kept
-/// change, and behind what it was compared with, is what was judged.
+/// change, and behind what it was compared with, is what was judged, as is every checkpoint that is still there; and that the campaign's
+/// branches are those that the ledger knows. `hash` gives the hash of the checkpoint in a folder.
 ///
 /// # Errors
 /// `Integrity`, naming what is not as it was recorded; `Usage` when there is no such campaign.
-pub async fn verify(workspace: &Workspace, ledger: &Ledger, campaign: &str) -> Result<Verified> {
+pub async fn verify(
+    workspace: &Workspace,
+    ledger: &Ledger,
+    campaign: &str,
+    hash: &(dyn Fn(&Path) -> Result<String> + Sync),
+) -> Result<Verified> {
     let chain = ledger.verify(campaign).await?;
     let history = History::load(ledger, campaign).await?;
+    // A driver at work writes the event first and moves the branch then.
+    if workspace.try_lock(campaign).is_ok() {
+        check_branches(workspace, &history)?;
+    }
     let candidates = history.kept.iter().filter_map(|round| history.rounds.get(round)?.candidate.as_ref());
-    let (mut kept, mut reports) = (Vec::new(), 0);
+    let (mut kept, mut reports, mut checkpoints, mut missing) = (Vec::new(), 0, 0, 0);
     for candidate in candidates {
         workspace.files(&candidate.commit).map_err(|failure| {
             let message = format!("The kept commit {} cannot be read: {}", candidate.commit, failure.message);
@@ -436,10 +451,56 @@ pub async fn verify(workspace: &Workspace, ledger: &Ledger, campaign: &str) -> R
         for commit in [&candidate.commit, &candidate.parent] {
             check_evidence(workspace, &history, commit)?;
             reports += history.reports(commit).count();
+            for run in history.runs(commit) {
+                let Some(left) = &run.left else { continue };
+                let folder = run_folder(&workspace.runs_path(campaign), &run.subject, run.seed).join(&left.checkpoint);
+                if !folder.exists() {
+                    missing += 1;
+                } else if hash(&folder)? == left.hash {
+                    checkpoints += 1;
+                } else {
+                    let message = format!("The checkpoint {} is not the one that was measured.", folder.display());
+                    return Err(Failure::new(Class::Integrity, message)
+                        .hint("A claim stands only with its evidence: put the checkpoint back, or `hone review iterate` for a new measurement."));
+                }
+            }
         }
         kept.push(candidate.commit.clone());
     }
-    Ok(Verified { campaign: campaign.into(), events: chain.events, head: chain.head, kept, reports })
+    Ok(Verified {
+        campaign: campaign.into(),
+        events: chain.events,
+        head: chain.head,
+        kept,
+        reports,
+        checkpoints,
+        missing,
+    })
+}
+
+/// Checks that the campaign's branches are the candidates that the ledger knows, and that the kept branch stands at the incumbent.
+fn check_branches(workspace: &Workspace, history: &History) -> Result<()> {
+    let name = &history.name;
+    let known: BTreeSet<&str> =
+        history.rounds.values().filter_map(|r| r.candidate.as_ref()).map(|c| c.branch.as_str()).collect();
+    for branch in branch::of_campaign(workspace, name)? {
+        let branch = format!("hone/{name}/{branch}");
+        if branch != kept_branch(name) && !known.contains(branch.as_str()) {
+            return Err(Failure::new(Class::Integrity, format!("The ledger knows nothing of the branch {branch}."))
+                .hint("Events were cut off the ledger, or the branch is not Hone's: put back a copy of .hone/ledger.db, or rename the branch."));
+        }
+    }
+    let tip = branch::tip(workspace, &kept_branch(name))?;
+    let wanted = (history.heads.len() > 1).then_some(&history.head.subject.commit);
+    // A driver that died between the two is made up for at the next resume.
+    let behind = history.ended.is_none() && tip.as_ref().is_none_or(|tip| history.heads.contains(tip));
+    if tip.as_ref() != wanted && !behind {
+        let [tip, wanted] = [tip.as_deref(), wanted.map(String::as_str)].map(|c| c.unwrap_or("nothing"));
+        let message = format!("The branch {} names {tip}; by the ledger it is {wanted}.", kept_branch(name));
+        return Err(Failure::new(Class::Integrity, message)
+            .hint("Set it back with `git branch -f`, or put back the ledger that belongs to it."));
+    }
+    Ok(())
 }
 
 fn round_of(history: &History, number: u32) -> Result<&Round> {

@@ -35,7 +35,9 @@ impl Campaign {
                 Ok(self.with(|history| Observed { incumbent: history.head.clone(), notes: history.notes() }))
             })
             .await?;
-        self.renew(round, &observed.incumbent).await?;
+        if !self.renew(round, &observed.incumbent).await? {
+            return Ok(None);
+        }
         let proposed = self.step(round, step::PROPOSE, 0, self.propose(round, &observed, proposer)).await?;
         let proposal = match &proposed.answer {
             Ok(proposal) => proposal,
@@ -67,7 +69,8 @@ impl Campaign {
     }
 
     /// Runs an incumbent that is new since the baseline on screening seeds of its own: what it gained when it was chosen is not its score.
-    async fn renew(self: &Arc<Self>, round: u32, incumbent: &Incumbent) -> Result<()> {
+    /// False when a pause was asked for.
+    async fn renew(self: &Arc<Self>, round: u32, incumbent: &Incumbent) -> Result<bool> {
         let jobs = (0..self.goal().runs.replicates.fewest).map(|i| Job {
             round,
             step: step::INCUMBENT,
@@ -175,7 +178,9 @@ impl Campaign {
                 seed: seed(i),
                 subset: Subset::DEV,
             };
-            self.make((have..upto).map(job).collect()).await?;
+            if !self.make((have..upto).map(job).collect()).await? {
+                return Ok(None);
+            }
         };
         let screened =
             self.with(|history| Screened { confirmation: self.confirmation(history, round, &screen), screen });
@@ -187,10 +192,11 @@ impl Campaign {
         let Screen::Promising(_) = screen else { return None };
         let (begun, better) = history.confirmations(round);
         let folds = self.goal().metric.folds;
+        let earlier = self.started().looks;
         Some(Confirmation {
             index: begun + 1,
-            subset: Subset::held_out_fold(begun % (folds - 1), folds),
-            looks: begun / (folds - 1) + 1,
+            subset: Subset::held_out_fold((earlier + begun) % (folds - 1), folds),
+            looks: (earlier + begun) / (folds - 1) + 1,
             alpha: judge::alpha_of(&self.goal().gate, begun + 1, better),
         })
     }
@@ -271,8 +277,10 @@ impl Campaign {
             }
             let have = upto;
             upto = total.max((have + self.slots() / 2).min(most));
-            self.make(self.paired_jobs(round, step::CONFIRM, [subject, &incumbent.subject], subset, have..upto))
-                .await?;
+            let jobs = self.paired_jobs(round, step::CONFIRM, [subject, &incumbent.subject], subset, have..upto);
+            if !self.make(jobs).await? {
+                return Ok(None);
+            }
         }
     }
 
@@ -484,21 +492,24 @@ impl Campaign {
         .map(drop)
     }
 
-    /// Measures the kept head against the baseline on seeds and items that no decision saw; nothing where nothing is kept.
-    pub(crate) async fn closing(self: &Arc<Self>, round: u32) -> Result<()> {
+    /// Measures the kept head against the baseline on seeds and items that no decision saw; nothing where nothing is kept. False when a
+    /// pause was asked for.
+    pub(crate) async fn closing(self: &Arc<Self>, round: u32) -> Result<bool> {
         if self.with(|history| history.closed.is_some()) {
-            return Ok(());
+            return Ok(true);
         }
         let (head, baseline) = self.with(|history| (history.head.clone(), history.baseline()));
         if head == baseline {
-            return Ok(());
+            return Ok(true);
         }
         let n = self.goal().runs.replicates.most;
         let folds = self.goal().metric.folds;
         let subset = Subset::held_out_fold(folds - 1, folds);
         let jobs = self.paired_jobs(round, step::CLOSING, [&head.subject, &baseline.subject], subset, 0..n);
         self.observer.see(&Progress::Closing { runs: jobs.len() });
-        self.make(jobs).await?;
+        if !self.make(jobs).await? {
+            return Ok(false);
+        }
         let seeds = (0..n).map(|i| self.started().confirmation_seed(round, i));
         // Seeds without both scores are left out, and their number is seen in the counts.
         let pairs: Vec<Pair> = seeds
@@ -518,7 +529,7 @@ impl Campaign {
             total,
             volatile: Took { wall_s: self.take_wall(), ..Took::default() },
         };
-        self.record(round, step::CLOSING, 0, closed).await.map(drop)
+        self.record(round, step::CLOSING, 0, closed).await.map(|_| true)
     }
 }
 

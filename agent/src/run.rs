@@ -1,7 +1,7 @@
 //! One run: a commit trained with a seed in a folder of its own, then measured from the trusted commit in another process. Idempotent by
 //! folder, so a run is never started twice. What the numbers mean is the judge's.
 
-use crate::campaign::{Campaign, Effect};
+use crate::campaign::{Campaign, Effect, Request};
 use crate::progress::Progress;
 use crate::record::{INCUMBENT_REPLICATES, Left, Measured, ReportRef, Status, Subject, Took, Trained, score_key, step};
 use hone_evals::evaluate::{Metric, Report};
@@ -46,28 +46,33 @@ enum Came {
 }
 
 impl Campaign {
-    /// Makes those of `jobs` that are not in the ledger yet, side by side as far as there are slots. Their order decides nothing.
+    /// Makes those of `jobs` that are not in the ledger yet, side by side as far as there are slots. Their order decides nothing. False when a
+    /// pause was asked for before all were begun; those under way are made.
     ///
     /// # Errors
     /// The first failure that is not a candidate's. Runs under way go on in their own processes and are taken up at the next start.
-    pub(crate) async fn make(self: &Arc<Self>, jobs: Vec<Job>) -> Result<()> {
+    pub(crate) async fn make(self: &Arc<Self>, jobs: Vec<Job>) -> Result<bool> {
         let free = Arc::new(tokio::sync::Semaphore::new(self.slots()));
         let mut running = JoinSet::new();
         for job in jobs {
             let (campaign, free) = (self.clone(), free.clone());
             running.spawn(async move {
                 let _slot = free.acquire_owned().await.context(Class::Other, || "No slot is left".into())?;
-                campaign.run_job(&job).await
+                if campaign.requested().await? == Some(Request::Pause) {
+                    return Ok(false);
+                }
+                campaign.run_job(&job).await.map(|()| true)
             });
         }
+        let mut all = true;
         while let Some(ended) = running.join_next().await {
             match ended {
-                Ok(made) => made?,
+                Ok(made) => all &= made?,
                 Err(error) if error.is_panic() => std::panic::resume_unwind(error.into_panic()),
                 Err(error) => return Err(Failure::new(Class::Other, format!("A run was given up: {error}."))),
             }
         }
-        Ok(())
+        Ok(all)
     }
 
     async fn run_job(&self, job: &Job) -> Result<()> {
@@ -99,7 +104,20 @@ impl Campaign {
     }
 
     async fn train(&self, job: &Job, folder: &Path) -> Result<Trained> {
-        let tree = self.tree(&job.subject)?;
+        let trained =
+            |status, left, volatile| Trained { subject: job.subject.clone(), seed: job.seed, status, left, volatile };
+        let changed = |path: &str| {
+            let reason = format!("A run of the candidate changed its own tree: {path}.");
+            Status::Invalid { reason }
+        };
+        let tree = self.exported(&job.subject)?;
+        if let Some(path) = self.workspace.differences(&job.subject.commit, &tree)?.first() {
+            // Replicates share a tree: what one wrote there, another meets. Only a candidate's runs are suspected of that.
+            if self.with(|history| history.heads.contains(&job.subject.commit)) {
+                return Err(altered(&tree, path));
+            }
+            return Ok(trained(changed(path), None, Took::default()));
+        }
         let mut argv = self.tools.exe.clone();
         argv.extend(["train".into(), self.goal().run.recipe.clone(), "--out".into(), text(folder), "--resume".into()]);
         argv.extend(["--workspace".into(), ".".into()]);
@@ -114,15 +132,12 @@ impl Campaign {
         let spec = self.spec(folder, argv, &tree);
         let came = self.execute(job, spec, false).await?;
         self.effect(Effect::Trained)?;
-        let trained =
-            |status, left, volatile| Trained { subject: job.subject.clone(), seed: job.seed, status, left, volatile };
         let took = match came {
             Came::Failed(status, took) => return Ok(trained(status, None, took)),
             Came::Done(took) => took,
         };
-        if let Some(changed) = self.workspace.differences(&job.subject.commit, &tree)?.first() {
-            let reason = format!("The run changed its own tree: {changed}.");
-            return Ok(trained(Status::Invalid { reason }, None, took));
+        if let Some(path) = self.workspace.differences(&job.subject.commit, &tree)?.first() {
+            return Ok(trained(changed(path), None, took));
         }
         let Some(result) = folder::read_json::<TrainerResult>(&folder.join("result.json"))? else {
             let reason = "The run ended without a result.".into();
@@ -272,23 +287,21 @@ impl Campaign {
         unreachable!("the loop above ends by returning")
     }
 
-    /// The tree of a subject, exported where it is not yet, and intact.
-    fn tree(&self, subject: &Subject) -> Result<PathBuf> {
+    /// The tree of a subject, exported where it is not yet.
+    fn exported(&self, subject: &Subject) -> Result<PathBuf> {
         let tree = self.workspace.runs_path(&self.name).join(&subject.name).join("tree");
         self.workspace.export(&subject.commit, &tree)?;
-        match self.workspace.differences(&subject.commit, &tree)?.first() {
-            None => Ok(tree),
-            Some(changed) => Err(Failure::new(
-                Class::Integrity,
-                format!("{} is not as it was exported.", tree.join(changed).display()),
-            )
-            .hint("Find what wrote there. Then remove the folder, which is made anew, and resume.")),
-        }
+        Ok(tree)
     }
 
-    /// The trusted commit's tree, from which everything is measured.
+    /// The trusted commit's tree, from which everything is measured, intact.
     pub(crate) fn trusted_tree(&self) -> Result<PathBuf> {
-        self.tree(&Subject { commit: self.started().trusted.clone(), name: "trusted".into() })
+        let trusted = Subject { commit: self.started().trusted.clone(), name: "trusted".into() };
+        let tree = self.exported(&trusted)?;
+        match self.workspace.differences(&trusted.commit, &tree)?.first() {
+            None => Ok(tree),
+            Some(path) => Err(altered(&tree, path)),
+        }
     }
 
     /// The folder of a run.
@@ -354,6 +367,11 @@ fn classify(outcome: &Outcome, trusted: bool) -> Result<Came> {
         }
         Ending::Signal(signal) => invalid(format!("The run crashed with signal {signal}.")),
     }
+}
+
+fn altered(tree: &Path, path: &str) -> Failure {
+    Failure::new(Class::Integrity, format!("{} is not as it was exported.", tree.join(path).display()))
+        .hint("Find what wrote there. Then remove the folder, which is made anew, and resume.")
 }
 
 /// Lets what is not believed be run again after a resume.

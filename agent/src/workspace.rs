@@ -54,11 +54,7 @@ impl Workspace {
     pub fn discover(start: &Path) -> Result<Self> {
         let start = start.canonicalize().context(Class::Usage, || format!("{} cannot be opened", start.display()))?;
         let folder = if start.is_dir() { start.as_path() } else { start.parent().unwrap_or(&start) };
-        let repository = Repository::discover(folder).map_err(|_| {
-            Failure::new(Class::Usage, format!("{} is not in a git repository.", folder.display())).hint(
-                "A campaign runs from commits: `git init`, `git add` and `git commit` here, or start from `hone init`.",
-            )
-        })?;
+        let repository = Repository::discover(folder).map_err(|error| no_repository(folder, &error))?;
         let root = repository.workdir().ok_or_else(|| {
             Failure::new(Class::Usage, format!("{} is a bare git repository.", folder.display()))
                 .hint("Run Hone in a clone that has a working tree.")
@@ -376,6 +372,17 @@ impl Workspace {
     }
 }
 
+/// Why git opens no repository around `folder`.
+fn no_repository(folder: &Path, error: &git2::Error) -> Failure {
+    if error.code() == git2::ErrorCode::Owner {
+        let top = folder.ancestors().find(|f| f.join(".git").exists()).unwrap_or(folder).display();
+        return Failure::new(Class::Usage, format!("The git repository {top} belongs to another user."))
+            .hint(format!("If you trust what is in it: `git config --global --add safe.directory {top}`."));
+    }
+    Failure::new(Class::Usage, format!("{} is not in a git repository.", folder.display()))
+        .hint("A campaign runs from commits: `git init`, `git add` and `git commit` here, or start from `hone init`.")
+}
+
 /// The first ten digits of an id, for people.
 pub fn short(id: &str) -> &str {
     id.get(..10).unwrap_or(id)
@@ -473,4 +480,23 @@ fn same_content(path: &Path, file: TreeFile) -> bool {
         fs::read(path)
     };
     content.ok().and_then(|bytes| Oid::hash_object(ObjectType::Blob, &bytes).ok()) == Some(file.blob)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_repository_of_another_user_is_told_from_none() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join(".git")).unwrap();
+        let inside = root.path().join("a/b");
+        let error = |code| git2::Error::new(code, git2::ErrorClass::Repository, "no");
+        let failure = no_repository(&inside, &error(git2::ErrorCode::Owner));
+        assert!(failure.message.contains("another user") && failure.class == Class::Usage, "{failure}");
+        let line = format!("git config --global --add safe.directory {}`", root.path().display());
+        assert!(failure.hint.unwrap().contains(&line));
+        let failure = no_repository(&inside, &error(git2::ErrorCode::NotFound));
+        assert!(failure.message.contains("is not in a git repository"), "{failure}");
+    }
 }

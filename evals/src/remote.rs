@@ -155,6 +155,8 @@ struct Shared {
 #[derive(Default)]
 struct Circuit {
     failures: u32,
+    /// What the last of them said.
+    last: String,
     open_until: Option<Instant>,
 }
 
@@ -339,7 +341,7 @@ impl Shared {
         };
         match answer {
             Ok(reply) => {
-                self.count(true);
+                self.count(None);
                 let parsed = parse(&reply, worst.prompt_tokens);
                 let usage = Some(parsed.as_ref().map_or(worst, |reply| reply.usage));
                 let reply = Some(self.masker.mask_json(&reply));
@@ -353,7 +355,7 @@ impl Shared {
                 Ok(parsed.ok_or_else(|| Setback { failure: failure(), again: None, cut_off: false }))
             }
             Err(setback) => {
-                self.count(setback.again.is_none());
+                self.count(setback.again.is_some().then_some(setback.failure.message.as_str()));
                 let error = Some(setback.failure.message.clone());
                 let (outcome, usage) =
                     if setback.cut_off { (Outcome::CutOff, None) } else { (Outcome::Failed, Some(Usage::default())) };
@@ -372,20 +374,24 @@ impl Shared {
             circuit.open_until = Some(now + self.patience.rest);
             return Ok(());
         }
-        let message =
-            format!("{} failed {} times in a row and is left alone for now.", self.endpoint.base_url, circuit.failures);
+        let message = format!(
+            "{} failed {} times in a row and is left alone for now; the last time: {}",
+            self.endpoint.base_url, circuit.failures, circuit.last
+        );
         Err(Failure::new(Class::Infrastructure, self.masker.mask(&message))
             .hint(format!("check the endpoint; it is tried again in {} s", (until - now).as_secs() + 1)))
     }
 
-    /// Counts an attempt. Whatever is not worth another try shows that the endpoint is alive.
-    fn count(&self, alive: bool) {
+    /// Counts an attempt: `dead` is the error of one that is worth another try. Whatever is not shows that the endpoint is
+    /// alive.
+    fn count(&self, dead: Option<&str>) {
         let mut circuit = self.circuit.lock().unwrap_or_else(PoisonError::into_inner);
-        if alive {
+        let Some(error) = dead else {
             *circuit = Circuit::default();
             return;
-        }
+        };
         circuit.failures += 1;
+        circuit.last = error.to_string();
         if circuit.failures >= self.patience.failures {
             circuit.open_until = Some(Instant::now() + self.patience.rest);
         }

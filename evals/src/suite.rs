@@ -15,6 +15,8 @@ use std::path::Path;
 
 /// Items of a native task where a suite does not say how many.
 const NATIVE_ITEMS: usize = 400;
+/// Items of a task at most: all are held in memory, and a slip of some zeros would take all of it.
+const MOST_ITEMS: usize = 10_000_000;
 
 /// What stands in a suite file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -233,6 +235,10 @@ impl SuiteTask {
                 .hint("use letters, digits, `-`, `_` and `.`"));
         }
         check_sampling(&entry.sampling)?;
+        if let Some(n) = entry.data.n.filter(|n| *n > MOST_ITEMS) {
+            return Err(usage(format!("`n` is {n}, and a task has at most {MOST_ITEMS} items."))
+                .hint("lower `n`: some thousands tell small effects; without it, a file gives all its items"));
+        }
         let task = open(root, &entry)?;
         let mut templates = Handlebars::new();
         templates.set_strict_mode(true);
@@ -543,6 +549,7 @@ mod tests {
         assert!(message(&ADD.replace("{{a}}", "{{a")).contains("no Handlebars template"));
         assert!(message(&ADD.replace("addition", "addi")).contains("native tasks: addition"));
         assert!(message(&ADD.replace("n: 400", "n: 2")).contains("no error can be told"));
+        assert!(message(&ADD.replace("n: 400", "n: 10000001")).contains("at most 10000000 items"));
         assert!(message(&ADD.replace("dev: 0.5", "dev: 0.6")).contains("make 1 together"));
         assert!(message(&ADD.replace("dev: 0.5", "train: 0.2, dev: 0.3")).contains("train problems of its own"));
         assert!(message(&ADD.replace("k: 1", "k: 4")).contains("all 4 samples are the same"));

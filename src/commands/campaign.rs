@@ -6,10 +6,10 @@ use crate::{
     output,
 };
 use hone_agent::{
-    calls,
+    branch, calls,
     campaign::{self, Campaign, End, Options, Request, Toolbox},
     digest::printable,
-    goal::Proposer as Kind,
+    goal::{Goal, Proposer as Kind},
     llm::Llm,
     progress::{Observer, Progress},
     proposal::{Decision, Proposer},
@@ -20,7 +20,7 @@ use hone_agent::{
     workspace::Workspace,
 };
 use hone_evals::{
-    meter::{Budget, Price},
+    meter::{Budget, Meter, Price},
     remote::{Client, Endpoint},
 };
 use hone_runs::{
@@ -28,6 +28,7 @@ use hone_runs::{
     launcher::{LocalLauncher, Slots},
     ledger::Ledger,
 };
+use hone_trainer::checkpoint;
 use hone_trainer::recipe::{self, Recipe};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::json;
@@ -44,9 +45,14 @@ pub fn run(command: &Command, json: bool) -> Result<()> {
         Command::Run(args) => {
             let options = Options { rounds: args.rounds, seed: args.seed };
             let overview = start(args, &options)?;
-            show(&overview, json)
+            show(&overview, json)?;
+            budget_allowed(&overview)
         }
-        Command::Resume(args) => show(&resume(args)?, json),
+        Command::Resume(args) => {
+            let overview = resume(args)?;
+            show(&overview, json)?;
+            budget_allowed(&overview)
+        }
         Command::Status(args) => show(&stands(args)?, json),
         Command::Pause(args) => ask(args, Request::Pause, json),
         Command::Stop(args) => ask(args, Request::Stop, json),
@@ -74,11 +80,27 @@ impl Opened {
         Ok(Self { workspace, ledger, runtime })
     }
 
+    /// The newest campaign that is not over, for what acts on one; the newest at all where all are over.
+    pub fn going(&self, name: Option<&str>) -> Result<String> {
+        let known = self.runtime.block_on(self.ledger.campaigns())?;
+        for candidate in known.iter().rev().filter(|_| name.is_none()) {
+            if self.overview(candidate)?.state != State::Over {
+                return Ok(candidate.clone());
+            }
+        }
+        self.campaign(name)
+    }
+
     /// The campaign of that name; the newest where none is named.
     pub fn campaign(&self, name: Option<&str>) -> Result<String> {
         let known = self.runtime.block_on(self.ledger.campaigns())?;
         match name {
             Some(name) if known.iter().any(|k| k == name) => Ok(name.to_owned()),
+            Some(name) if !branch::of_campaign(&self.workspace, name)?.is_empty() => Err(Failure::new(
+                Class::Integrity,
+                format!("The ledger knows no campaign {name}, but the repository has its branches."),
+            )
+            .hint("The ledger was removed or emptied: put back a copy of .hone/ledger.db.")),
             Some(name) => Err(Failure::new(Class::Usage, format!("There is no campaign `{name}`."))
                 .hint(format!("known here: {}", if known.is_empty() { "none".into() } else { known.join(", ") }))),
             None => known.last().cloned().ok_or_else(|| {
@@ -93,6 +115,9 @@ impl Opened {
         self.runtime.block_on(status::overview(&self.workspace, &self.ledger, name))
     }
 }
+
+/// How long runs that were asked to stop are waited for.
+const HALT: Duration = Duration::from_secs(20);
 
 /// This binary as the campaign's trainer and evaluator. `/proc/self/exe`, which a child reads before it becomes another program,
 /// outlives a rebuild in mid-campaign.
@@ -133,21 +158,39 @@ fn proposers(workspace: &Workspace, campaign: &Campaign) -> Result<Vec<Arc<dyn P
             Some(meter) => Arc::clone(meter),
             None => Arc::clone(meter.insert(calls::meter(workspace, campaign.name(), budget)?)),
         };
-        let endpoint = Endpoint {
-            api_key_env: llm.api_key_env.clone(),
-            price: llm.price.map(|p| Price { prompt: p.input, completion: p.output }),
-            timeout: llm.timeout,
-            ..Endpoint::new(&llm.model, &llm.base_url)
-        };
-        let client = Client::new(endpoint, meter, "propose")?;
+        let client = Client::new(endpoint(llm), meter, "propose")?;
         Ok(Arc::new(Llm::new(client, llm.max_tokens as usize, llm.temperature)))
     };
     goal.proposer.all().iter().map(one).collect()
 }
 
+/// Where a goal's language model answers.
+fn endpoint(llm: &hone_agent::goal::Llm) -> Endpoint {
+    Endpoint {
+        api_key_env: llm.api_key_env.clone(),
+        price: llm.price.map(|p| Price { prompt: p.input, completion: p.output }),
+        timeout: llm.timeout,
+        ..Endpoint::new(&llm.model, &llm.base_url)
+    }
+}
+
+/// Refuses endpoints that cannot be called (no key, no URL) before a campaign is begun that could not go on. A goal that cannot be read is
+/// left to the start, which says why.
+fn check_endpoints(goal: &Path) -> Result<()> {
+    let name = goal.display().to_string();
+    let parsed = std::fs::read_to_string(goal).ok().and_then(|text| Goal::parse(&text, &name).ok());
+    for kind in parsed.iter().flat_map(|goal| goal.proposer.all()) {
+        if let Kind::Llm(llm) = kind {
+            Client::new(endpoint(llm), Meter::unlimited(), "propose").map_err(|failure| failure.at(&name))?;
+        }
+    }
+    Ok(())
+}
+
 /// Starts a campaign and drives it to its end.
 pub fn start(args: &CampaignRun, options: &Options) -> Result<Overview> {
     let opened = Opened::at(&args.goal)?;
+    check_endpoints(&args.goal)?;
     let display = Arc::new(Display::new());
     let campaign = opened.runtime.block_on(Campaign::start(
         &args.goal,
@@ -161,7 +204,7 @@ pub fn start(args: &CampaignRun, options: &Options) -> Result<Overview> {
 
 fn resume(args: &CampaignName) -> Result<Overview> {
     let opened = Opened::at(&args.workspace)?;
-    let name = opened.campaign(args.campaign.as_deref())?;
+    let name = opened.going(args.campaign.as_deref())?;
     let display = Arc::new(Display::new());
     let campaign = opened.runtime.block_on(Campaign::open(
         Workspace::discover(&args.workspace)?,
@@ -202,15 +245,27 @@ fn drive(opened: &Opened, campaign: &Arc<Campaign>, display: &Display) -> Result
             };
             if asked.replace(class).is_some() {
                 campaign.halt().await?;
+                // What is told that everything is saved should find it so.
+                let _ = tokio::time::timeout(HALT, &mut run).await;
                 return Err(interrupted(class, campaign.name()));
             }
-            output::say("pausing when the runs under way are done; once more to stop them now");
+            output::say("pausing when the runs under way are done; once more to save them as they are and stop now");
             campaign::request(&opened.workspace, &opened.ledger, campaign.name(), Request::Pause).await?;
         }
     });
     display.clear();
-    end?;
+    end.map_err(|failure| resumable(failure, campaign.name()))?;
     opened.overview(campaign.name())
+}
+
+/// A failure with the way on from it.
+fn resumable(failure: Failure, name: &str) -> Failure {
+    let resume = format!("hone campaign resume {name}");
+    if failure.hint.as_ref().is_some_and(|hint| hint.contains(&resume)) {
+        return failure;
+    }
+    let hint = failure.hint.clone().map(|hint| format!("{hint}\n      ")).unwrap_or_default();
+    failure.hint(format!("{hint}The campaign {name} has paused, nothing is lost; go on with `{resume}`."))
 }
 
 fn interrupted(class: Class, name: &str) -> Failure {
@@ -225,7 +280,7 @@ fn stands(args: &CampaignName) -> Result<Overview> {
 
 fn ask(args: &CampaignName, request: Request, json: bool) -> Result<()> {
     let opened = Opened::at(&args.workspace)?;
-    let name = opened.campaign(args.campaign.as_deref())?;
+    let name = opened.going(args.campaign.as_deref())?;
     opened.runtime.block_on(campaign::request(&opened.workspace, &opened.ledger, &name, request))?;
     let asked = match request {
         Request::Pause => "pause",
@@ -265,23 +320,47 @@ fn state(state: State) -> &'static str {
 pub fn verify(name: &str, workspace: &Path, json: bool) -> Result<()> {
     let opened = Opened::at(workspace)?;
     let name = opened.campaign(Some(name))?;
-    let found = opened.runtime.block_on(review::verify(&opened.workspace, &opened.ledger, &name))?;
+    let hash = |folder: &Path| checkpoint::load(folder, false).map(|checkpoint| checkpoint.hash);
+    let found = opened.runtime.block_on(review::verify(&opened.workspace, &opened.ledger, &name, &hash))?;
     output::either(json, &found, || {
         let commits = if found.kept.len() == 1 { "commit is" } else { "commits are" };
         format!(
-            "{name}: {} events, the chain is whole (head {}); {} kept {commits} there, and {} reports are as they were judged.",
+            "{name}: {} events, the chain is whole (head {}); {} kept {commits} there; {} reports and {} checkpoints are as they were \
+             judged{}.",
             found.events,
             short(&found.head),
             found.kept.len(),
-            found.reports
+            found.reports,
+            found.checkpoints,
+            if found.missing == 0 {
+                String::new()
+            } else {
+                format!("; {} checkpoints are not there any more", found.missing)
+            }
         )
     })
+}
+
+/// A failure where a budget, and not its last round, ended the campaign.
+fn budget_allowed(overview: &Overview) -> Result<()> {
+    let reason = overview.reason.as_deref().filter(|_| overview.state == State::Over).unwrap_or_default();
+    if !["wall", "device_hours", "usd", "tokens", "disk"].contains(&reason) {
+        return Ok(());
+    }
+    let (made, all) = (overview.rounds.len(), overview.budget.rounds);
+    let message =
+        format!("The budget of {reason} ended the campaign {} after {made} of {all} rounds.", overview.campaign);
+    Err(Failure::new(Class::Budget, message)
+        .hint("What was kept stands. For more, raise it in the goal, commit, and start another campaign."))
 }
 
 /// Prints where a campaign stands, as JSON or for people.
 pub fn show(overview: &Overview, json: bool) -> Result<()> {
     output::either(json, overview, || page(overview))
 }
+
+/// Columns from which on a table of rounds has room for all that it tells.
+const WIDE: usize = 110;
 
 /// Rounds, total, queue, and what to type next.
 pub fn page(overview: &Overview) -> String {
@@ -294,9 +373,18 @@ pub fn page(overview: &Overview) -> String {
     if overview.confirmations > 0 {
         let _ = write!(page, "; {} confirmations, each a look at held-out items", overview.confirmations);
     }
-    let rows = overview.rounds.iter().map(|row| cells(row, overview));
     let header = ["", "hypothesis", "change", "score", "was", "effect [95%]", "verdict", "decision", "cost"];
-    let _ = write!(page, "\n\n{}", output::wrapping(&[1, 2], &header, rows));
+    // A narrow terminal has no room for why and how much; `review show` and `--json` have both.
+    let narrow = [true, false, true, true, true, true, true, false, false];
+    let shown = |of: Vec<String>| -> Vec<String> {
+        let keep = |i: usize| output::width() >= WIDE || narrow[i];
+        of.into_iter().enumerate().filter(|(i, _)| keep(*i)).map(|(_, cell)| cell).collect()
+    };
+    let rows = overview.rounds.iter().map(|row| shown(cells(row, overview)));
+    let header = shown(header.map(str::to_owned).to_vec());
+    let header: Vec<&str> = header.iter().map(String::as_str).collect();
+    let wrap: &[usize] = if header.len() == narrow.len() { &[1, 2] } else { &[1] };
+    let _ = write!(page, "\n\n{}", output::wrapping(wrap, &header, rows));
     if let Some(total) = overview.closed.as_ref().and_then(|c| c.total.as_ref().map(|t| (c, t))) {
         let (closed, total) = total;
         let mean = |of: &[f64]| of.iter().sum::<f64>() / of.len().max(1) as f64;
@@ -307,6 +395,9 @@ pub fn page(overview: &Overview) -> String {
             mean(&closed.baseline),
             effect(total.effect, total.interval),
         );
+        if closed.head != overview.incumbent.subject.commit {
+            let _ = write!(page, " That was measured before what is kept was changed in review.");
+        }
     }
     let cost = &overview.cost;
     let _ = write!(page, "\n\n{} runs, {:.2e} FLOPs counted, {:.0} s at work.", cost.runs, cost.flops, cost.wall_s);
@@ -351,12 +442,17 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
         Some(verdict) => {
             serde_json::to_value(verdict).ok().and_then(|v| v.as_str().map(str::to_owned)).unwrap_or_default()
         }
-        None => row.reason.as_ref().map_or_else(|| "–".into(), |reason| format!("refused: {reason}")),
+        None if row.reason.is_some() => "refused".into(),
+        None => "–".into(),
+    };
+    let change = match (&row.verdict, &row.reason) {
+        (None, Some(reason)) => cut(reason, 80),
+        _ => short_keys(&row.change),
     };
     vec![
         row.round.to_string(),
         because(&row.hypothesis, &row.title),
-        short_keys(&row.change),
+        change,
         number(row.score),
         number(row.incumbent),
         row.effect.as_ref().map_or_else(|| "–".into(), |e| effect(e.effect, e.interval)),
@@ -366,24 +462,30 @@ fn cells(row: &Row, overview: &Overview) -> Vec<String> {
     ]
 }
 
-/// Changes by the last part of each key: `stages.0.sft.batch 512 → 256` as `batch 512 → 256`. Files keep their paths.
+/// Changes by the last part of each key: `stages.0.sft.batch 512 → 256` as `batch 512 → 256`; an element of a list keeps the list's name.
+/// Files keep their paths.
 fn short_keys(change: &str) -> String {
     let short = |word: &str| {
         let key = word.starts_with(char::is_alphabetic) && !word.contains('/');
-        if key { word.rsplit('.').next().unwrap_or(word).to_owned() } else { word.to_owned() }
+        let parts: Vec<&str> = word.split('.').collect();
+        let name = parts.iter().rposition(|part| part.parse::<usize>().is_err()).unwrap_or(0);
+        if key { parts[name..].join(".") } else { word.to_owned() }
     };
     change.split(' ').map(short).collect::<Vec<_>>().join(" ")
 }
 
-/// The hypothesis as far as it fits a table: its first sentence, cut at a word; the title where there is none.
+/// The hypothesis as far as it fits a table: its first sentence; the title where there is none.
 fn because(hypothesis: &str, title: &str) -> String {
-    const LONGEST: usize = 46;
     let sentence = hypothesis.split_inclusive(". ").next().unwrap_or_default().trim();
-    let text = if sentence.is_empty() { title } else { sentence };
-    if text.chars().count() <= LONGEST {
+    cut(if sentence.is_empty() { title } else { sentence }, 46)
+}
+
+/// A text of at most about `longest` characters, cut at a word.
+fn cut(text: &str, longest: usize) -> String {
+    if text.chars().count() <= longest {
         return text.to_owned();
     }
-    let cut: String = text.chars().take(LONGEST).collect();
+    let cut: String = text.chars().take(longest).collect();
     format!("{} …", cut.rsplit_once(' ').map_or(cut.as_str(), |(whole, _)| whole))
 }
 

@@ -21,6 +21,7 @@ pub fn validate(file: &Path, json: bool) -> Result<()> {
             let goal = Goal::parse(&text, &name)?;
             for path in goal.suites() {
                 let suite = Suite::load(&root, &path)?;
+                check_names(&goal, &suite, &path).map_err(|failure| failure.at(&name))?;
                 if path == goal.metric.suite {
                     warnings.extend(undetectable(&goal, &suite)?);
                 }
@@ -38,6 +39,13 @@ pub fn validate(file: &Path, json: bool) -> Result<()> {
     }
     let found = json!({"file": name, "kind": kind, "valid": true, "warnings": warnings});
     output::either(json, &found, || format!("{name}: a valid {kind}."))
+}
+
+/// Refuses a goal whose metric or floors the suite at `path` does not have.
+fn check_names(goal: &Goal, suite: &Suite, path: &str) -> Result<()> {
+    let metric = (goal.metric.suite == path).then_some(&goal.metric.name);
+    let floors = goal.floors.iter().filter(|floor| floor.suite == path).map(|floor| &floor.name);
+    metric.into_iter().chain(floors).try_for_each(|name| suite.task_of(name).map(|_| ()))
 }
 
 /// A warning where the suite has clearly too few items to show the effect that the goal asks for: by a fifth, since the estimate supposes a
@@ -113,5 +121,29 @@ pub fn schema(kind: FileKind, markdown: bool) -> Result<()> {
         Ok(())
     } else {
         output::json(&schema)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_goal_names_metrics_that_its_suites_have() {
+        let text = "tasks:\n- name: add\n  data: {native: addition, n: 40}\n";
+        let suite = Suite::parse(Path::new("."), "s.yaml", text).unwrap();
+        let check = |metric: &str, floor: &str, of: &str| {
+            let text = format!(
+                "goal: g\nmetric: {{suite: s.yaml, name: {metric}, min_effect: 0.1}}\n\
+                 floors: [{{suite: {of}, name: {floor}, max_drop: 0.1}}]\nedit: [recipe/**]\n"
+            );
+            check_names(&Goal::parse(&text, "goal.yaml").unwrap(), &suite, "s.yaml")
+        };
+        check("add/pass@1", "add/accuracy", "s.yaml").unwrap();
+        check("add/pass@1", "other/accuracy", "t.yaml").unwrap();
+        for (metric, floor) in [("add/pass@9", "add/accuracy"), ("add/pass@1", "add/acuracy")] {
+            let failure = check(metric, floor, "s.yaml").unwrap_err();
+            assert!(failure.class == Class::Usage && failure.message.contains("has no metric"), "{failure}");
+        }
     }
 }

@@ -15,14 +15,14 @@ pub fn run(command: &Runs, json: bool) -> Result<()> {
         Runs::Metrics { id, plot, name, workspace } => {
             let folder = find(id, workspace)?;
             match plot {
-                Some(file) => draw(&[folder], name, file),
+                Some(file) => plot_to(&[folder], name, file, json),
                 None => values(&folder, name, json),
             }
         }
         Runs::Compare { a, b, plot, name, workspace } => {
             let folders = [find(a, workspace)?, find(b, workspace)?];
             match plot {
-                Some(file) => draw(&folders, name, file),
+                Some(file) => plot_to(&folders, name, file, json),
                 None => compare(&folders, name, json),
             }
         }
@@ -99,9 +99,16 @@ fn wanted(metric: &str, names: &[String]) -> bool {
     names.is_empty() || names.iter().any(|n| metric.contains(n.as_str()))
 }
 
+fn no_such_metric() -> Failure {
+    Failure::new(Class::Usage, "No metric has such a name.").hint("`hone runs metrics ID` lists them")
+}
+
 fn values(folder: &Path, names: &[String], json: bool) -> Result<()> {
     let metrics = metrics::read(folder)?;
     let chosen: Vec<&str> = metrics.names().filter(|n| wanted(n, names)).collect();
+    if chosen.is_empty() && !names.is_empty() {
+        return Err(no_such_metric());
+    }
     if json {
         let series: serde_json::Map<String, Value> = chosen
             .iter()
@@ -210,7 +217,7 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
     let all = folders.iter().map(|f| metrics::read(f)).collect::<Result<Vec<_>>>()?;
     let chosen: BTreeSet<&str> = all.iter().flat_map(|m| m.names()).filter(|n| wanted(n, names)).collect();
     if chosen.is_empty() {
-        return Err(Failure::new(Class::Usage, "No metric has such a name.").hint("`hone runs metrics ID` lists them"));
+        return Err(no_such_metric());
     }
     let failed =
         |e: &dyn std::fmt::Display| Failure::new(Class::Infrastructure, format!("Cannot draw {}: {e}.", to.display()));
@@ -267,7 +274,37 @@ fn draw(folders: &[PathBuf], names: &[String], to: &Path) -> Result<()> {
                 .map_err(|e| failed(&e))?;
         }
     }
-    root.present().context(Class::Infrastructure, || format!("Cannot write {}", to.display()))?;
+    root.present().context(Class::Infrastructure, || format!("Cannot write {}", to.display()))
+}
+
+/// Draws, and says where to: on stdout where it is read by programs.
+fn plot_to(folders: &[PathBuf], names: &[String], to: &Path, json: bool) -> Result<()> {
+    draw(folders, names, to)?;
+    if json {
+        return output::json(&json!({"wrote": to.display().to_string()}));
+    }
     output::say(&format!("wrote {}", to.display()));
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_without_a_metric_are_refused_in_words_as_in_pictures() {
+        let run = tempfile::tempdir().unwrap();
+        let mut writer = metrics::MetricsWriter::create(run.path()).unwrap();
+        writer.log(1, &[("train/loss", 2.0)]);
+        writer.log(2, &[("train/loss", 1.0)]);
+        writer.flush();
+        let (folders, svg) = ([run.path().to_owned()], run.path().join("loss.svg"));
+        let nosuch = ["nosuch".to_owned()];
+        let said = values(run.path(), &nosuch, false).unwrap_err();
+        assert_eq!(said.class, Class::Usage);
+        assert_eq!(values(run.path(), &nosuch, true).unwrap_err(), said);
+        assert_eq!(plot_to(&folders, &nosuch, &svg, true).unwrap_err(), said);
+        plot_to(&folders, &["loss".to_owned()], &svg, true).unwrap();
+        assert!(std::fs::read_to_string(&svg).unwrap().contains("<svg"));
+    }
 }

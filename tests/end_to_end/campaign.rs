@@ -161,13 +161,13 @@ fn a_call_that_the_budget_does_not_hold_ends_the_campaign() {
     let server = runtime.block_on(server(vec![Value::String("unused".into())]));
     let goal = llm_goal(&server.uri(), 3).replace("rounds: 3", "rounds: 3, tokens: 10");
     workspace(folder.path(), &goal);
-    let shown = json(&expect(&mut campaign(folder.path(), &["run"]), 0));
+    let shown = json(&expect(&mut campaign(folder.path(), &["run"]), 3));
     assert_eq!((&shown["state"], &shown["reason"]), (&json!("over"), &json!("tokens")), "{shown}");
     assert_eq!(shown["rounds"].as_array().map(Vec::len), Some(1), "{shown}");
     assert!(shown["rounds"][0]["reason"].as_str().is_some_and(|r| r.contains("budget of tokens")), "{shown}");
     assert_eq!(runtime.block_on(server.received_requests()).map(|all| all.len()), Some(0), "nothing was asked");
-    // There is nothing to go on with, and nothing fails.
-    assert_eq!(json(&expect(&mut campaign(folder.path(), &["resume"]), 0))["reason"], "tokens");
+    // There is nothing to go on with, and the same is said again.
+    assert_eq!(json(&expect(&mut campaign(folder.path(), &["resume"]), 3))["reason"], "tokens");
 }
 
 #[test]

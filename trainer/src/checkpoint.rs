@@ -176,12 +176,21 @@ fn write(
 /// its hash.
 ///
 /// # Errors
-/// Usage, where `dir` holds no checkpoint that fits (all tensors that are missing, unknown or of another shape are listed);
-/// Integrity, where its content is not what its hash says.
+/// Usage, where `dir` holds no checkpoint; Integrity, where its content is not what was saved: files that are missing or
+/// damaged, tensors that are missing, unknown or of another shape (all are listed), or another hash.
 pub fn load(dir: &Path, trainer: bool) -> Result<Checkpoint> {
+    let damaged = |message: String| {
+        Failure::new(Class::Integrity, message)
+            .hint("It was changed after it was saved, or the disk failed: use an earlier checkpoint.")
+    };
     let read = |name: &str| {
         let file = dir.join(name);
-        fs::read(&file).context(Class::Usage, || format!("Cannot read {}", file.display()))
+        fs::read(&file).map_err(|e| {
+            let message = format!("Cannot read {}: {e}.", file.display());
+            // The marker is written last: where it stands, the others stood too.
+            let lost = name != MARKER && e.kind() == std::io::ErrorKind::NotFound;
+            if lost { damaged(message) } else { Failure::new(Class::Usage, message) }
+        })
     };
     let unreadable = |name: &str| {
         let file = dir.join(name);
@@ -193,24 +202,23 @@ pub fn load(dir: &Path, trainer: bool) -> Result<Checkpoint> {
             format!("The checkpoint {} has format {}; this Hone reads {FORMAT}.", dir.display(), marker.format);
         return Err(Failure::new(Class::Usage, message).hint("Use the version of Hone that wrote it."));
     }
-    let damaged = || {
-        Failure::new(Class::Integrity, format!("The checkpoint {} is not what its hash says.", dir.display()))
-            .hint("It was changed after it was saved, or the disk failed: use an earlier checkpoint.")
-    };
+    let changed = || damaged(format!("The checkpoint {} is not what its hash says.", dir.display()));
+    let integrity = |failure: Failure| Failure { class: Class::Integrity, ..failure };
 
-    let config: serde_json::Value = serde_json::from_slice(&read(CONFIG)?).context(Class::Usage, unreadable(CONFIG))?;
+    let config: serde_json::Value =
+        serde_json::from_slice(&read(CONFIG)?).context(Class::Integrity, unreadable(CONFIG))?;
     let config: ModelConfig =
-        serde_json::from_value(config["hone"].clone()).context(Class::Usage, unreadable(CONFIG))?;
-    config.validate()?;
-    let tokenizer = Tokenizer::load(&dir.join(TOKENIZER))?;
+        serde_json::from_value(config["hone"].clone()).context(Class::Integrity, unreadable(CONFIG))?;
+    config.validate().map_err(|f| damaged(format!("{}: {}", dir.join(CONFIG).display(), f.message)))?;
+    let tokenizer = Tokenizer::load(&dir.join(TOKENIZER)).map_err(integrity)?;
     let bytes = read(MODEL)?;
-    let file = SafeTensors::deserialize(&bytes).context(Class::Usage, unreadable(MODEL))?;
+    let file = SafeTensors::deserialize(&bytes).context(Class::Integrity, unreadable(MODEL))?;
     let mut reader = Reader::new(&file);
     let weights = reader.model(&plan(&config));
     let buffers = reader.model(&plan_buffers(&config));
     reader.finish(&dir.join(MODEL))?;
     if marker.model != model_hash(&config, &tokenizer, parts(&file)) {
-        return Err(damaged());
+        return Err(changed());
     }
     let decoder = Decoder::from_parts(config, weights, buffers);
 
@@ -219,19 +227,19 @@ pub fn load(dir: &Path, trainer: bool) -> Result<Checkpoint> {
     } else {
         let state = read(TRAINER)?;
         let bytes = read(OPTIMIZER)?;
-        let file = SafeTensors::deserialize(&bytes).context(Class::Usage, unreadable(OPTIMIZER))?;
+        let file = SafeTensors::deserialize(&bytes).context(Class::Integrity, unreadable(OPTIMIZER))?;
         let mut reader = Reader::new(&file);
         let (m, v) = (reader.moments("m", &decoder.weights), reader.moments("v", &decoder.weights));
         reader.finish(&dir.join(OPTIMIZER))?;
         if marker.trainer != Some(trainer_hash(&String::from_utf8_lossy(&state), parts(&file))) {
-            return Err(damaged());
+            return Err(changed());
         }
-        let state = serde_json::from_slice(&state).context(Class::Usage, unreadable(TRAINER))?;
+        let state = serde_json::from_slice(&state).context(Class::Integrity, unreadable(TRAINER))?;
         Some(TrainerState { state, m, v })
     };
     let expected = Marker::new(marker.model, marker.trainer);
     if expected.hash != marker.hash {
-        return Err(damaged());
+        return Err(changed());
     }
     Ok(Checkpoint { decoder, tokenizer, hash: marker.hash, model_hash: expected.model, trainer })
 }
@@ -399,7 +407,7 @@ impl<'a> Reader<'a> {
             return Ok(());
         }
         let message = format!("The tensors of {} do not fit its config: {}.", file.display(), self.problems.join("; "));
-        Err(Failure::new(Class::Usage, message).hint("Take config and weights from the same checkpoint."))
+        Err(Failure::new(Class::Integrity, message).hint("Take config and weights from the same checkpoint."))
     }
 }
 
@@ -545,7 +553,7 @@ mod tests {
         tensors[1].shape.push(1);
         fs::write(path.join(MODEL), serialize(tensors)).unwrap();
         let failure = load(&path, false).unwrap_err();
-        assert_eq!(failure.class, Class::Usage);
+        assert_eq!(failure.class, Class::Integrity);
         for part in [
             "missing: lm_head.weight [5, 8]",
             "missing: model.embed_tokens.weight",
@@ -567,7 +575,14 @@ mod tests {
         let whole = fs::read(path.join(MODEL)).unwrap();
         for len in [0, 4, 100, whole.len() - 1] {
             fs::write(path.join(MODEL), &whole[..len]).unwrap();
-            assert_eq!(load(&path, false).unwrap_err().class, Class::Usage, "truncated to {len}");
+            assert_eq!(load(&path, false).unwrap_err().class, Class::Integrity, "truncated to {len}");
+        }
+        // In the header: its length, its JSON, a tensor's name.
+        for at in [0, 8, whole.windows(7).position(|w| w == b"lm_head").unwrap()] {
+            let mut header = whole.clone();
+            header[at] ^= 1;
+            fs::write(path.join(MODEL), header).unwrap();
+            assert_eq!(load(&path, false).unwrap_err().class, Class::Integrity, "byte {at}");
         }
         let mut flipped = whole.clone();
         *flipped.last_mut().unwrap() ^= 1;
@@ -577,6 +592,25 @@ mod tests {
         fs::write(path.join(TRAINER), "{\"step\": 2}").unwrap();
         assert_eq!(load(&path, true).unwrap_err().class, Class::Integrity);
         assert!(load(&path, false).is_ok(), "the model alone is whole");
+    }
+
+    #[test]
+    fn a_lost_file_is_damage_and_a_lost_marker_no_checkpoint() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("step-1");
+        for name in [CONFIG, MODEL, TOKENIZER] {
+            save(&path, &decoder(), &tokenizer(), None).unwrap();
+            fs::remove_file(path.join(name)).unwrap();
+            let failure = load(&path, false).unwrap_err();
+            assert_eq!(failure.class, Class::Integrity, "{failure}");
+            assert!(failure.message.contains(name), "{failure}");
+        }
+        save(&path, &decoder(), &tokenizer(), None).unwrap();
+        fs::write(path.join(CONFIG), "{\"hone\": {}}").unwrap();
+        assert_eq!(load(&path, false).unwrap_err().class, Class::Integrity);
+        fs::remove_file(path.join(MARKER)).unwrap();
+        assert_eq!(load(&path, false).unwrap_err().class, Class::Usage);
+        assert_eq!(load(&dir.path().join("none"), false).unwrap_err().class, Class::Usage);
     }
 
     #[test]

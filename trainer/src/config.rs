@@ -228,11 +228,15 @@ impl ModelSpec {
     }
 }
 
+/// Bounds far above what is trained here: a slip of some zeros is refused before it takes all memory.
+const MOST_LAYERS: usize = 4096;
+const MOST_WEIGHTS: f64 = 1e12;
+
 impl ModelConfig {
     /// Refuses shapes that cannot be built.
     ///
     /// # Errors
-    /// Usage, with the first contradiction.
+    /// Usage, with the first contradiction, or the first absurd size.
     pub fn validate(&self) -> Result<()> {
         let refuse = |message: String| Err(Failure::new(Class::Usage, message).hint("Change the `model` section."));
         for (name, value) in [
@@ -248,6 +252,9 @@ impl ModelConfig {
             if value == 0 {
                 return refuse(format!("`{name}` is 0."));
             }
+        }
+        if self.layers > MOST_LAYERS {
+            return refuse(format!("`layers` ({}) is above {MOST_LAYERS}.", self.layers));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return refuse(format!("`heads` ({}) is not a multiple of `kv_heads` ({}).", self.heads, self.kv_heads));
@@ -278,7 +285,32 @@ impl ModelConfig {
         {
             return refuse(format!("The post-norm's alpha ({alpha}) and beta ({beta}) are not usable numbers."));
         }
+        let weights = self.about_weights();
+        if weights > MOST_WEIGHTS {
+            return refuse(format!(
+                "The model would have {weights:.0e} weights, above {MOST_WEIGHTS:.0e}: `vocab_size` {}, `layers` {}, \
+                 `hidden_size` {}, `heads` {} of `head_dim` {}, `intermediate_size` {}, `experts` {}.",
+                self.vocab_size,
+                self.layers,
+                self.hidden_size,
+                self.heads,
+                self.head_dim,
+                self.intermediate_size,
+                self.experts,
+            ));
+        }
         Ok(())
+    }
+
+    /// Number of weights but for norms, in floating point: sizes not yet checked may overflow integers.
+    fn about_weights(&self) -> f64 {
+        let [h, i, d] = [self.hidden_size, self.intermediate_size, self.head_dim].map(|n| n as f64);
+        let (w, kv) = (self.heads as f64 * d, self.kv_heads as f64 * d);
+        let feed = if self.experts == 0 { 3.0 * h * i } else { self.experts as f64 * (h + 3.0 * h * i) };
+        let softmax = self.softmax_layers() as f64;
+        let mixers = softmax * (2.0 * h * w + 2.0 * h * kv) + (self.layers as f64 - softmax) * 5.0 * h * w;
+        let embeddings = if self.tie_embeddings { 1.0 } else { 2.0 };
+        mixers + self.layers as f64 * feed + embeddings * h * self.vocab_size as f64
     }
 
     /// The mixer of layer `layer`.
@@ -383,6 +415,32 @@ mod tests {
         ] {
             assert_eq!(bad.validate().unwrap_err().class, Class::Usage, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused_by_name() {
+        let refused = |config: ModelConfig| {
+            let failure = config.validate().unwrap_err();
+            assert_eq!(failure.class, Class::Usage, "{failure}");
+            failure.message
+        };
+        let good = Preset::HybridTiny.config(20);
+        ModelConfig { layers: MOST_LAYERS, ..good.clone() }.validate().unwrap();
+        let deep = refused(ModelConfig { layers: 100_000_000, hidden_size: 1_000_000, ..good.clone() });
+        assert!(deep.contains("`layers` (100000000) is above 4096"), "{deep}");
+        for (wide, name) in [
+            (ModelConfig { hidden_size: usize::MAX, ..good.clone() }, "`hidden_size` 18446744073709551615"),
+            (ModelConfig { vocab_size: 1 << 40, ..good.clone() }, "`vocab_size` 1099511627776"),
+            (ModelConfig { heads: 1 << 40, head_dim: 1 << 40, ..good.clone() }, "`heads` 1099511627776"),
+            (ModelConfig { intermediate_size: 1 << 60, ..good.clone() }, "`intermediate_size` 1152921504606846976"),
+            (ModelConfig { experts: 1 << 50, ..good.clone() }, "`experts` 1125899906842624"),
+        ] {
+            let message = refused(wide);
+            assert!(message.contains(name) && message.contains("above 1e12"), "{message}");
+        }
+        // Where no bound is near, the count is that of the weights that are made.
+        let made: usize = crate::weights::plan(&good).iter().map(|t| t.shape.iter().product::<usize>()).sum();
+        assert!((good.about_weights() / made as f64 - 1.0).abs() < 0.02, "{} of {made}", good.about_weights());
     }
 
     /// hidden 2, one lightning and one softmax layer of 1 head of 4, 3 experts of 5 (top 1), vocabulary 7.

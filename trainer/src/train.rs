@@ -38,7 +38,8 @@ pub struct TrainOptions {
     pub seed: u64,
     /// Workers; 0 is one a core. Results do not depend on it.
     pub threads: usize,
-    /// Go on from the newest checkpoint in `out`, or begin where there is none. A finished run is not run again.
+    /// Go on from the newest checkpoint in `out`, or begin where there is none. A finished run is not run again; another
+    /// recipe, seed or data than it was begun with is refused.
     pub resume: bool,
     /// Where the recipe's files are.
     pub workspace_root: PathBuf,
@@ -177,11 +178,7 @@ pub fn train(recipe: &Recipe, options: &TrainOptions, observer: &mut dyn Observe
             Failure::new(Class::Usage, format!("Another process is training in {}.", options.out.display()))
                 .hint("wait for it, or give another --out")
         })?;
-        if let Some(done) = folder::read_json::<TrainOutcome>(&folder.path().join(RESULT))?
-            && options.resume
-        {
-            return Ok(done);
-        }
+        let done = folder::read_json::<TrainOutcome>(&folder.path().join(RESULT))?.filter(|_| options.resume);
         let newest = checkpoint::latest(checkpoints.path());
         if newest.is_some() && !options.resume {
             let message = format!("{} already holds a run.", options.out.display());
@@ -190,9 +187,26 @@ pub fn train(recipe: &Recipe, options: &TrainOptions, observer: &mut dyn Observe
         let tasks =
             recipe.stages.iter().map(|s| s.task().build(&options.workspace_root)).collect::<Result<Vec<_>>>()?;
         let Start { decoder, tokenizer, fingerprint } = Start::new(recipe, options, &tasks)?;
+        if let Some(done) = done {
+            let begun = folder::read_json::<serde_json::Value>(&folder.manifest())?.unwrap_or_default();
+            if let Some(before) = begun["fingerprint"].as_str() {
+                check_same(before, &fingerprint, options)?;
+            }
+            return Ok(done);
+        }
         let mut run = Run::open(recipe, options, &tasks, &tokenizer, decoder, fingerprint, folder, newest, lock)?;
         run.finish(observer)
     })
+}
+
+/// Refuses to go on with, or to answer for, a run that was begun as another.
+fn check_same(before: &str, now: &str, options: &TrainOptions) -> Result<()> {
+    if before == now {
+        return Ok(());
+    }
+    let message = format!("{} was begun with another recipe, seed or data.", options.out.display());
+    Err(Failure::new(Class::Usage, message)
+        .hint("resume with what it was begun with, or start a new run with `model: {from: …}`"))
 }
 
 /// The model before the first step.
@@ -291,11 +305,7 @@ impl<'a> Run<'a> {
                 })?;
                 let before: State = serde_json::from_value(trainer.state)
                     .context(Class::Usage, || format!("Cannot resume from {}", path.display()))?;
-                if before.fingerprint != state.fingerprint {
-                    let message = format!("{} was begun with another recipe, seed or data.", options.out.display());
-                    return Err(Failure::new(Class::Usage, message)
-                        .hint("resume with what it was begun with, or start a new run with `model: {from: …}`"));
-                }
+                check_same(&before.fingerprint, &state.fingerprint, options)?;
                 state = before;
                 saved = Some((state.step, loaded.hash));
                 let mut learner = Learner::new(loaded.decoder, recipe.optimizer);

@@ -8,7 +8,7 @@ use hone_agent::history::History;
 use hone_agent::judge::Verdict;
 use hone_agent::progress::{Observer, Progress};
 use hone_agent::proposal::{Proposal, Proposed, Proposer};
-use hone_agent::record::{Admission, Ended, Reason};
+use hone_agent::record::{Admission, Ended, Reason, Started};
 use hone_agent::review;
 use hone_agent::status::{self, Overview, State};
 use hone_evals::meter::{Budget, Meter, Spend};
@@ -726,7 +726,7 @@ async fn a_baseline_without_a_score_is_said_at_once() {
 
 #[tokio::test]
 async fn a_report_of_another_checkpoint_is_an_integrity_violation() {
-    let place = Place::usual();
+    let place = Place::with_goal(&GOAL.replace("parallel: 2", "parallel: 1"));
     let setting = Setting::default();
     for drives in 1..=2 {
         let failure = setting.drive(&place, &Script::sets(&[("mode", json!("forged"))])).await.unwrap_err();
@@ -778,4 +778,30 @@ async fn proposers_take_turns() {
         })
         .collect();
     assert_eq!(sources, ["a", "b", "a"]);
+}
+
+#[tokio::test]
+async fn a_later_campaign_uses_no_seed_and_no_held_out_part_again() {
+    let place = Place::usual();
+    let setting = Setting::default();
+    setting.drive(&place, &usual_script()).await.unwrap();
+    let first = place.history().await;
+    let goal = place.root().join("goal.yaml");
+    let second = Campaign::start(&goal, &setting.options, place.ledger().await, setting.toolbox(), Arc::new(()));
+    let second = second.await.unwrap();
+    let started = second.started();
+    assert_eq!((second.name(), started.earlier, started.looks), ("c2", 1, first.confirmations(u32::MAX).0));
+    let seeds = |started: &Started| -> BTreeSet<u64> {
+        let of = |round| (0..50).flat_map(move |i| [(round, i, false), (round, i, true)]);
+        let seed = |(round, i, fresh)| match fresh {
+            true => started.confirmation_seed(round, i),
+            false => started.screening_seed(round, i),
+        };
+        (0..=101).flat_map(of).map(seed).collect()
+    };
+    assert!(seeds(&first.started).is_disjoint(&seeds(started)));
+    second.run(&[Arc::new(usual_script())]).await.unwrap();
+    let folds = second.history();
+    let folds = folds.rounds.values().filter_map(|r| r.screened.as_ref()?.confirmation).map(|c| c.subset.fold);
+    assert_eq!(folds.collect::<Vec<_>>(), [Some((2, 5)), Some((3, 5))]);
 }

@@ -6,8 +6,9 @@ use hone_agent::history::History;
 use hone_agent::judge::Verdict;
 use hone_agent::proposal::{Decision, Proposer};
 use hone_agent::review::{self, State};
-use hone_runs::Class;
-use serde_json::json;
+use hone_runs::{Class, Result, folder};
+use serde_json::{Value, json};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::Mutex;
 
@@ -192,12 +193,17 @@ async fn a_decision_is_bound_to_what_was_judged() {
 }
 
 #[tokio::test]
-async fn a_changed_report_of_a_kept_change_is_found() {
+async fn a_change_of_what_stands_behind_a_kept_change_is_found() {
     let place = Place::usual();
     Setting::default().drive(&place, &usual_script()).await.unwrap();
     let (workspace, ledger) = (place.workspace(), place.ledger().await);
     let history = place.history().await;
-    let verified = review::verify(&workspace, &ledger, "c1").await.unwrap();
+    let hash = |checkpoint: &Path| -> Result<String> {
+        let model: Value = folder::read_json(&checkpoint.join("model.json"))?.unwrap();
+        Ok(model["hash"].as_str().unwrap().to_string())
+    };
+    let verified = review::verify(&workspace, &ledger, "c1", &hash).await.unwrap();
+    assert!(verified.checkpoints > 8 && verified.missing == 0, "{verified:?}");
     assert_eq!(verified.kept, [commit(&history, 1), commit(&history, 3)]);
     assert_eq!(verified.events, history.position());
     assert!(verified.reports > 8, "{verified:?}");
@@ -206,14 +212,35 @@ async fn a_changed_report_of_a_kept_change_is_found() {
         let report = workspace.runs_path("c1").join(&history.reports(&subject).next().unwrap().path);
         let text = std::fs::read_to_string(&report).unwrap();
         std::fs::write(&report, text.replace("0.95", "0.96")).unwrap();
-        let failure = review::verify(&workspace, &ledger, "c1").await.unwrap_err();
+        let failure = review::verify(&workspace, &ledger, "c1", &hash).await.unwrap_err();
         assert_eq!((failure.class, failure.class.exit_code()), (Class::Integrity, 4));
         assert!(failure.message.contains("was changed"), "{failure}");
         std::fs::remove_file(&report).unwrap();
-        assert!(review::verify(&workspace, &ledger, "c1").await.unwrap_err().message.contains("is missing"));
+        assert!(review::verify(&workspace, &ledger, "c1", &hash).await.unwrap_err().message.contains("is missing"));
         std::fs::write(&report, text).unwrap();
     }
-    review::verify(&workspace, &ledger, "c1").await.unwrap();
+    let run = history.runs(&commit(&history, 3)).next().unwrap();
+    let model = workspace.runs_path("c1").join(&run.subject.name).join(format!("seed-{}", run.seed));
+    let model = model.join("checkpoints/step-1/model.json");
+    let text = std::fs::read_to_string(&model).unwrap();
+    std::fs::write(&model, text.replace("\"hash\":", "\"hash\":\"0\",\"was\":")).unwrap();
+    let failure = review::verify(&workspace, &ledger, "c1", &hash).await.unwrap_err();
+    assert!(
+        failure.class == Class::Integrity && failure.message.contains("not the one that was measured"),
+        "{failure}"
+    );
+    std::fs::remove_dir_all(model.parent().unwrap()).unwrap();
+    assert_eq!(review::verify(&workspace, &ledger, "c1", &hash).await.unwrap().missing, 1);
+    // A branch that the ledger does not know, and the kept branch elsewhere: events were cut off, or somebody moved it.
+    let repository = git2::Repository::open(workspace.root()).unwrap();
+    let head = repository.head().unwrap().target().unwrap();
+    let mut strange = repository.reference("refs/heads/hone/c1/r009-strange", head, false, "").unwrap();
+    let failure = review::verify(&workspace, &ledger, "c1", &hash).await.unwrap_err();
+    assert!(failure.class == Class::Integrity && failure.message.contains("r009-strange"), "{failure}");
+    strange.delete().unwrap();
+    repository.reference("refs/heads/hone/c1/kept", head, true, "").unwrap();
+    let failure = review::verify(&workspace, &ledger, "c1", &hash).await.unwrap_err();
+    assert!(failure.class == Class::Integrity && failure.message.contains("hone/c1/kept"), "{failure}");
 }
 
 #[tokio::test]

@@ -164,12 +164,26 @@ async fn a_dead_endpoint_is_left_alone() {
     assert_eq!(received(&server).await, 8, "two calls of four attempts, then none");
     let failure = ask(&client).await.unwrap_err();
     assert!(failure.message.contains("left alone"), "{failure}");
+    assert!(failure.message.ends_with("failed (status 500): \"dead\"."), "the cause is kept: {failure}");
     // When the rest is over one call may try, and its success closes the circuit.
     client.shared.circuit.lock().unwrap().open_until = Some(Instant::now());
     server.reset().await;
     Mock::given(method("POST")).respond_with(good("back")).mount(&server).await;
     assert_eq!(ask(&client).await.unwrap().text, "back");
     assert_eq!(ask(&client).await.unwrap().text, "back");
+}
+
+#[tokio::test]
+async fn an_open_circuit_says_that_the_connection_was_refused() {
+    // A port that was free a moment ago.
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let client = client(Endpoint::new("m", format!("http://127.0.0.1:{port}/v1")), Meter::unlimited());
+    for _ in 0..2 {
+        assert!(ask(&client).await.is_err());
+    }
+    let message = ask(&client).await.unwrap_err().message;
+    assert!(message.contains("8 times in a row") && message.contains("Cannot reach"), "{message}");
+    assert!(message.to_lowercase().contains("refused"), "{message}");
 }
 
 #[tokio::test]

@@ -181,6 +181,22 @@ fn a_run_is_resumed_only_as_what_it_was() {
 }
 
 #[test]
+fn a_finished_run_answers_only_as_what_it_was() {
+    let dir = tempfile::tempdir().unwrap();
+    // A fresh folder: resuming begins.
+    let resume = TrainOptions { resume: true, max_steps: Some(2), ..options(dir.path()) };
+    let done = train(&recipe(""), &resume, &mut ()).unwrap();
+    assert_eq!(train(&recipe(""), &resume, &mut ()).unwrap(), done);
+    let other = recipe("optimizer: {lr: 2e-3}\n");
+    for (recipe, seed) in [(recipe(""), 12), (other, 11)] {
+        let failure = train(&recipe, &TrainOptions { seed, ..resume.clone() }, &mut ()).unwrap_err();
+        assert_eq!(failure.class, Class::Usage, "{failure}");
+        assert!(failure.message.contains("another recipe"), "{failure}");
+    }
+    assert_eq!(train(&recipe(""), &resume, &mut ()).unwrap(), done, "a refusal changes nothing");
+}
+
+#[test]
 fn divergence_is_the_candidates_fault_and_keeps_the_last_good_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let diverging = recipe("optimizer: {lr: 1e-3, clip: 1e30, warmup: 0}\n");
