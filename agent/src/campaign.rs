@@ -15,12 +15,12 @@ use crate::workspace::{Lock, Workspace};
 use hone_evals::suite::{Subset, Suite};
 use hone_runs::launcher::Launcher;
 use hone_runs::ledger::{Ledger, NewEvent, VOLATILE};
-use hone_runs::{Class, Failure, Result};
+use hone_runs::{Class, Failure, Result, RunFolder};
 use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What the campaign cannot know by itself: the program that trains and evaluates, and what it says of recipes.
 pub struct Toolbox {
@@ -104,6 +104,9 @@ pub struct Campaign {
     recorded: Mutex<f64>,
     _lock: Lock,
 }
+
+/// How long runs that were asked to end are waited for.
+const HALT: Duration = Duration::from_secs(20);
 
 /// Rounds without a candidate, one after the other, until the campaign pauses.
 const FRUITLESS: u32 = 5;
@@ -534,8 +537,15 @@ impl Campaign {
     /// When a run could not be reached.
     pub async fn halt(&self) -> Result<()> {
         let live: Vec<PathBuf> = self.live.lock().unwrap_or_else(PoisonError::into_inner).iter().cloned().collect();
-        for folder in live {
-            self.tools.launcher.stop(&folder).await?;
+        for folder in &live {
+            self.tools.launcher.stop(folder).await?;
+        }
+        // A run that is live holds its folder's lock; who is told that all is saved should find it so.
+        let until = Instant::now() + HALT;
+        for folder in &live {
+            while RunFolder::open(folder)?.try_lock()?.is_none() && Instant::now() < until {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
         }
         Ok(())
     }

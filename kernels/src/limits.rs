@@ -33,7 +33,8 @@ impl Default for Limits {
             factors: [factor(7), factor(11)],
             result: vec![0.0; SIDE * SIDE],
             from: vec![1.0; FLOATS],
-            to: vec![0.0; FLOATS],
+            // Not zeros: the system gives those no memory until they are written.
+            to: vec![0.5; FLOATS],
         }
     }
 }

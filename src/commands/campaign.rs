@@ -116,9 +116,6 @@ impl Opened {
     }
 }
 
-/// How long runs that were asked to stop are waited for.
-const HALT: Duration = Duration::from_secs(20);
-
 /// This binary as the campaign's trainer and evaluator. `/proc/self/exe`, which a child reads before it becomes another program,
 /// outlives a rebuild in mid-campaign.
 fn toolbox() -> Toolbox {
@@ -245,8 +242,6 @@ fn drive(opened: &Opened, campaign: &Arc<Campaign>, display: &Display) -> Result
             };
             if asked.replace(class).is_some() {
                 campaign.halt().await?;
-                // What is told that everything is saved should find it so.
-                let _ = tokio::time::timeout(HALT, &mut run).await;
                 return Err(interrupted(class, campaign.name()));
             }
             output::say("pausing when the runs under way are done; once more to save them as they are and stop now");
