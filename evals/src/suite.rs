@@ -9,6 +9,7 @@ use crate::task::{JsonLines, NATIVE_TASKS, Problem, Task, TaskSpec, digest, rank
 use handlebars::Handlebars;
 use hone_runs::{Class, Failure, Result, config};
 use rand_chacha::ChaCha8Rng;
+use regex::Regex;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
@@ -134,7 +135,11 @@ impl Suite {
         }
         let mut tasks: Vec<SuiteTask> = Vec::new();
         for entry in content.tasks {
-            let place = format!("{file}, task `{}`", entry.name);
+            // Failures of a task's data may name other files; of the suite's own text, the task is where to look.
+            let named = Regex::new(&format!(r#"name:\s*["']?{}(\W|$)"#, regex::escape(&entry.name)));
+            let line = named.ok().and_then(|named| text.lines().position(|line| named.is_match(line)));
+            let line = line.map_or_else(String::new, |line| format!(":{}", line + 1));
+            let place = format!("{file}{line}, task `{}`", entry.name);
             if tasks.iter().any(|task| task.entry.name == entry.name) {
                 return Err(usage("Two tasks have this name.")
                     .hint("metrics are told apart by it: rename one")

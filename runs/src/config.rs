@@ -50,6 +50,57 @@ pub fn schema<T: JsonSchema>() -> Value {
     schemars::schema_for!(T).to_value()
 }
 
+/// Gives a refusal without a line the place of the key that its message names first, in backticks: `lr`, `optimizer.lr`, or `lr` after
+/// `stages.1.sft: `. Where the text has no such key (it is a default, or the message names none) the place is the file.
+pub fn locate(failure: Failure, text: &str, name: &str) -> Failure {
+    if failure.class != Class::Usage || failure.at.as_deref().is_some_and(|at| at != name) {
+        return failure;
+    }
+    let before = failure.message.split_once(": ").map(|(path, _)| path).filter(|path| !path.contains([' ', '`']));
+    let key = failure.message.split('`').nth(1).unwrap_or_default();
+    let path: Vec<&str> = before.into_iter().chain([key]).flat_map(|part| part.split('.')).collect();
+    let place = find(text, &path).map(|(line, column)| format!("{name}:{line}:{column}"));
+    failure.at(place.unwrap_or_else(|| name.to_string()))
+}
+
+/// Line and column, from 1, of the key that a path leads to; a number in it counts the items of the list that stands there.
+fn find(text: &str, path: &[&str]) -> Option<(usize, usize)> {
+    let mut from = 0;
+    for part in path {
+        let rest = &text[from..];
+        from += match part.parse::<usize>() {
+            Ok(index) => item(rest, index)?,
+            Err(_) => key(rest, part)?,
+        };
+    }
+    let line = text[..from].matches('\n').count() + 1;
+    Some((line, from - text[..from].rfind('\n').map_or(0, |end| end + 1) + 1))
+}
+
+/// Where `key:` begins; what stands behind a `#` is no key.
+fn key(text: &str, key: &str) -> Option<usize> {
+    let word = |c: char| c.is_alphanumeric() || matches!(c, '_' | '-' | '.');
+    text.match_indices(key).map(|(at, _)| at).find(|&at| {
+        let line = &text[text[..at].rfind('\n').map_or(0, |end| end + 1)..at];
+        !key.is_empty() && text[at + key.len()..].starts_with(':') && !line.ends_with(word) && !line.contains('#')
+    })
+}
+
+/// Where the item of a list begins, its dashes standing in one column.
+fn item(text: &str, index: usize) -> Option<usize> {
+    let mut column = None;
+    let mut at = 0;
+    let mut dashes = Vec::new();
+    for line in text.split_inclusive('\n') {
+        let indent = line.len() - line.trim_start().len();
+        if line.trim_start().starts_with("- ") && *column.get_or_insert(indent) == indent {
+            dashes.push(at + indent);
+        }
+        at += line.len();
+    }
+    dashes.get(index).copied()
+}
+
 /// The nearest of `valid` to `word`, where one is near enough to be meant: a slip of few letters, or a common beginning.
 pub fn nearest<'a>(word: &str, valid: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let word = word.to_lowercase();
@@ -254,6 +305,21 @@ mod tests {
         let failure = parse::<Recipe>(text, "recipe.yaml").unwrap_err();
         assert_eq!(failure.class, Class::Usage);
         (failure.at.unwrap(), failure.message, failure.hint.unwrap())
+    }
+
+    #[test]
+    fn refusals_are_placed_at_the_key_that_they_name() {
+        let text = "model: {preset: small}\noptimizer: {lr: 1e-3} # eps: 3\nstages:\n  - sft: {lr: 2}\n  - sft:\n      batch: 4\n      lr: -1\n";
+        let at = |message: &str| locate(Failure::new(Class::Usage, message), text, "r.yaml").at.unwrap();
+        assert_eq!(at("`optimizer.lr` is 7."), "r.yaml:2:13");
+        assert_eq!(at("stages.1.sft: `lr` is -1, not positive."), "r.yaml:7:7");
+        assert_eq!(at("stages.0.sft: `lr` is 2."), "r.yaml:4:11");
+        assert_eq!(at("`preset` is no preset: try another."), "r.yaml:1:9");
+        for nowhere in ["`optimizer.eps` is 3.", "No key at all.", "stages.4.sft: `lr` is 2.", "`é` is odd."] {
+            assert_eq!(at(nowhere), "r.yaml");
+        }
+        let placed = Failure::new(Class::Usage, "`lr` is odd.").at("r.yaml:9:9");
+        assert_eq!(locate(placed.clone(), text, "r.yaml"), placed);
     }
 
     #[test]

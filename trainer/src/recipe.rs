@@ -490,7 +490,11 @@ impl Recipe {
                 failure
             })?
         };
-        Self::check(&recipe).map_err(|failure| if failure.at.is_none() { failure.at(name) } else { failure })?;
+        Self::check(&recipe).map_err(|failure| match sets {
+            [] => config::locate(failure, text, name),
+            _ if failure.at.is_none() => failure.at(name),
+            _ => failure,
+        })?;
         Ok(recipe)
     }
 
