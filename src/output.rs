@@ -58,14 +58,25 @@ fn escaped(json: &str) -> String {
     out
 }
 
-/// Prints one JSON value to stdout: one line where it is part of a stream, indented else.
+/// Prints one JSON value to stdout, indented.
 ///
 /// # Errors
 /// When `value` has no JSON form.
 pub fn json(value: &impl Serialize) -> Result<()> {
-    let rendered = serde_json::to_string_pretty(value)
-        .map_err(|e| Failure::new(Class::Other, format!("The result has no JSON form: {e}.")))?;
-    text(&escaped(&rendered));
+    rendered(serde_json::to_string_pretty(value))
+}
+
+/// Prints one JSON value of a stream to stdout, in a line.
+///
+/// # Errors
+/// When `value` has no JSON form.
+pub fn json_line(value: &impl Serialize) -> Result<()> {
+    rendered(serde_json::to_string(value))
+}
+
+fn rendered(json: serde_json::Result<String>) -> Result<()> {
+    let json = json.map_err(|e| Failure::new(Class::Other, format!("The result has no JSON form: {e}.")))?;
+    text(&escaped(&json));
     Ok(())
 }
 
@@ -82,7 +93,7 @@ pub fn either(as_json: bool, value: &impl Serialize, human: impl FnOnce() -> Str
     }
 }
 
-/// A plain table: header, rows, as wide as the terminal (100 columns elsewhere).
+/// A plain table: header, rows, as wide as the terminal (120 columns elsewhere).
 pub fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     wrapping(&[], header, rows)
 }

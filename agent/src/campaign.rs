@@ -276,7 +276,7 @@ impl Campaign {
         }
         let rounds = self.goal().budget.rounds;
         let mut fruitless = 0;
-        let mut reason = "rounds".to_string();
+        let mut reason = Ended::ROUNDS.to_string();
         for round in 1..=rounds {
             let (done, used_up) = self.with(|history| {
                 let round = history.rounds.get(&round).filter(|r| r.learned.is_some());
@@ -291,7 +291,7 @@ impl Campaign {
             }
             match self.requested().await? {
                 Some(Request::Pause) => return Ok(End::Paused),
-                Some(Request::Stop) => return self.end("stopped").await,
+                Some(Request::Stop) => return self.end(Ended::STOPPED).await,
                 None => {}
             }
             if self.with(|history| !history.rounds.contains_key(&round))
@@ -579,7 +579,7 @@ pub async fn request(workspace: &Workspace, ledger: &Ledger, campaign: &str, req
         && let Ok(_lock) = workspace.try_lock(campaign)
     {
         let round = history.started.goal.budget.rounds + 1;
-        let ended = encode(&Ended { reason: "stopped".into() })?;
+        let ended = encode(&Ended { reason: Ended::STOPPED.into() })?;
         ledger.append(NewEvent::new(campaign, round, step::END, Ended::KIND, ended)).await?;
     }
     Ok(())

@@ -204,10 +204,10 @@ pub fn alpha_of(gate: &Gate, j: usize, kept: usize) -> f64 {
     }
 }
 
-/// Screens a candidate on seeds that the incumbent has run, too; `usual` are all the incumbent's screening scores. The rule: the interval of the gain (80%, two-sided) pools the pairs'
-/// spread with the baseline's. Once it lies wholly below `min_effect` the candidate is hopeless, unless one of its runs beats the
-/// incumbent's median by `min_effect`: the incumbent's run beside it may have worked by luck. Once wholly above, it is promising. With the
-/// fewest replicates run, the median gain decides, which one lucky run does not move.
+/// Screens a candidate on seeds that the incumbent has run, too; `usual` are all the incumbent's screening scores. The rule: the interval
+/// of the gain (80%, two-sided) pools the pairs' spread with the baseline's. Once it lies wholly below `min_effect` the candidate is
+/// hopeless, unless one of its runs beats the incumbent's median by `min_effect`: the incumbent's run beside it may have worked by luck.
+/// Once wholly above, it is promising. With the fewest replicates run, the median gain decides, which one lucky run does not move.
 pub fn screen(judge: &Judge, usual: &[f64], pairs: &[Pair]) -> Screen {
     let sign = judge.direction.sign();
     let bar = if usual.is_empty() { f64::INFINITY } else { median(usual) * sign + judge.min_effect };

@@ -12,7 +12,7 @@ use crate::record::{self, Observed, Status};
 use hone_evals::evaluate::ItemResult;
 use hone_evals::stats;
 use hone_evals::suite::Subset;
-use hone_runs::alarm::Alarm;
+use hone_runs::alarm::{self, Alarm};
 use hone_runs::{Result, metrics};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -58,7 +58,7 @@ impl Campaign {
             history: history.rounds.range(..round).map(|(number, past)| recall(*number, past)).collect(),
             // A run without curves or alarms shows none: that is not an error of the loop.
             curves: metrics::read(&folder).map(|m| digest::curves(&m)).unwrap_or_default(),
-            alarms: alarms(&folder.join("alarms.jsonl")),
+            alarms: alarms(&folder.join(alarm::FILE)),
             failed_samples: self.failed_samples(&history, commit, seed),
             notes: observed.notes.clone(),
             failed_run: self.failed_run(&history, round),

@@ -450,6 +450,13 @@ pub struct Closed {
 /// The end of a campaign.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ended {
-    /// `rounds`, `stopped`, or the budget that was reached.
+    /// [`Ended::ROUNDS`], [`Ended::STOPPED`], or the budget that was reached.
     pub reason: String,
+}
+
+impl Ended {
+    /// All rounds were made.
+    pub const ROUNDS: &str = "rounds";
+    /// A person asked.
+    pub const STOPPED: &str = "stopped";
 }

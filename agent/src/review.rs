@@ -437,35 +437,38 @@ pub async fn verify(
     let chain = ledger.verify(campaign).await?;
     let history = History::load(ledger, campaign).await?;
     // A driver at work writes the event first and moves the branch then.
-    if workspace.try_lock(campaign).is_ok() {
+    if !workspace.is_locked(campaign)? {
         check_branches(workspace, &history)?;
     }
     let candidates = history.kept.iter().filter_map(|round| history.rounds.get(round)?.candidate.as_ref());
-    let (mut kept, mut reports, mut checkpoints, mut missing) = (Vec::new(), 0, 0, 0);
+    let (mut kept, mut measured) = (Vec::new(), BTreeSet::new());
     for candidate in candidates {
         workspace.files(&candidate.commit).map_err(|failure| {
             let message = format!("The kept commit {} cannot be read: {}", candidate.commit, failure.message);
             Failure::new(Class::Integrity, message)
                 .hint("Look for it with `git fsck`; it may have been collected after its branch was deleted.")
         })?;
-        for commit in [&candidate.commit, &candidate.parent] {
-            check_evidence(workspace, &history, commit)?;
-            reports += history.reports(commit).count();
-            for run in history.runs(commit) {
-                let Some(left) = &run.left else { continue };
-                let folder = run_folder(&workspace.runs_path(campaign), &run.subject, run.seed).join(&left.checkpoint);
-                if !folder.exists() {
-                    missing += 1;
-                } else if hash(&folder)? == left.hash {
-                    checkpoints += 1;
-                } else {
-                    let message = format!("The checkpoint {} is not the one that was measured.", folder.display());
-                    return Err(Failure::new(Class::Integrity, message)
-                        .hint("A claim stands only with its evidence: put the checkpoint back, or `hone review iterate` for a new measurement."));
-                }
+        kept.push(candidate.commit.clone());
+        // What was kept is often what the next was compared with: each is looked at once.
+        measured.extend([&candidate.commit, &candidate.parent]);
+    }
+    let (mut reports, mut checkpoints, mut missing) = (0, 0, 0);
+    for commit in measured {
+        check_evidence(workspace, &history, commit)?;
+        reports += history.reports(commit).count();
+        for run in history.runs(commit) {
+            let Some(left) = &run.left else { continue };
+            let folder = run_folder(&workspace.runs_path(campaign), &run.subject, run.seed).join(&left.checkpoint);
+            if !folder.exists() {
+                missing += 1;
+            } else if hash(&folder)? == left.hash {
+                checkpoints += 1;
+            } else {
+                let message = format!("The checkpoint {} is not the one that was measured.", folder.display());
+                return Err(Failure::new(Class::Integrity, message)
+                    .hint("A claim stands only with its evidence: put the checkpoint back, or `hone review iterate` for a new measurement."));
             }
         }
-        kept.push(candidate.commit.clone());
     }
     Ok(Verified {
         campaign: campaign.into(),

@@ -114,7 +114,7 @@ impl Campaign {
         if let Some(path) = self.workspace.differences(&job.subject.commit, &tree)?.first() {
             // Replicates share a tree: what one wrote there, another meets. Only a candidate's runs are suspected of that.
             if self.with(|history| history.heads.contains(&job.subject.commit)) {
-                return Err(altered(&tree, path));
+                return Err(altered(&tree, path, NOT_AS_EXPORTED));
             }
             return Ok(trained(changed(path), None, Took::default()));
         }
@@ -181,9 +181,7 @@ impl Campaign {
             self.effect(Effect::Measured)?;
             // Asked after each evaluation and before its number is used.
             if let Some(changed) = self.workspace.differences(&self.started().trusted, &trusted)?.first() {
-                let message = format!("{} was changed during an evaluation.", trusted.join(changed).display());
-                let hint = "Find what wrote there. Then remove the folder, which is made anew, and resume.";
-                return reject(&place, Failure::new(Class::Integrity, message).hint(hint));
+                return reject(&place, altered(&trusted, changed, "was changed during an evaluation"));
             }
             let took = match came {
                 Came::Done(took) => took,
@@ -300,7 +298,7 @@ impl Campaign {
         let tree = self.exported(&trusted)?;
         match self.workspace.differences(&trusted.commit, &tree)?.first() {
             None => Ok(tree),
-            Some(path) => Err(altered(&tree, path)),
+            Some(path) => Err(altered(&tree, path, NOT_AS_EXPORTED)),
         }
     }
 
@@ -369,8 +367,11 @@ fn classify(outcome: &Outcome, trusted: bool) -> Result<Came> {
     }
 }
 
-fn altered(tree: &Path, path: &str) -> Failure {
-    Failure::new(Class::Integrity, format!("{} is not as it was exported.", tree.join(path).display()))
+const NOT_AS_EXPORTED: &str = "is not as it was exported";
+
+/// A tree that nobody should have written to.
+fn altered(tree: &Path, path: &str, how: &str) -> Failure {
+    Failure::new(Class::Integrity, format!("{} {how}.", tree.join(path).display()))
         .hint("Find what wrote there. Then remove the folder, which is made anew, and resume.")
 }
 

@@ -5,7 +5,7 @@ use crate::goal::{Budget, Metric};
 use crate::history::{Cost, History, Round, Score};
 use crate::judge::{Estimate, Verdict};
 use crate::proposal::Decision;
-use crate::record::{Closed, Incumbent, Subject};
+use crate::record::{Closed, Ended, Incumbent, Subject};
 use crate::review::{self, Item};
 use crate::workspace::Workspace;
 use hone_evals::stats;
@@ -148,6 +148,12 @@ impl Overview {
             closed: history.closed.clone(),
             at: history.at,
         }
+    }
+
+    /// The budget that ended it, where neither its last round nor a person did.
+    pub fn over_budget(&self) -> Option<&str> {
+        let reason = self.reason.as_deref().filter(|_| self.state == State::Over)?;
+        (reason != Ended::ROUNDS && reason != Ended::STOPPED).then_some(reason)
     }
 }
 

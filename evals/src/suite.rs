@@ -135,17 +135,14 @@ impl Suite {
         }
         let mut tasks: Vec<SuiteTask> = Vec::new();
         for entry in content.tasks {
-            // Failures of a task's data may name other files; of the suite's own text, the task is where to look.
-            let named = Regex::new(&format!(r#"name:\s*["']?{}(\W|$)"#, regex::escape(&entry.name)));
-            let line = named.ok().and_then(|named| text.lines().position(|line| named.is_match(line)));
-            let line = line.map_or_else(String::new, |line| format!(":{}", line + 1));
-            let place = format!("{file}{line}, task `{}`", entry.name);
+            let name = entry.name.clone();
+            let place = || place_of(file, text, &name);
             if tasks.iter().any(|task| task.entry.name == entry.name) {
                 return Err(usage("Two tasks have this name.")
                     .hint("metrics are told apart by it: rename one")
-                    .at(place));
+                    .at(place()));
             }
-            tasks.push(SuiteTask::new(root, entry).map_err(|f| if f.at.is_some() { f } else { f.at(place) })?);
+            tasks.push(SuiteTask::new(root, entry).map_err(|f| if f.at.is_some() { f } else { f.at(place()) })?);
         }
         Ok(Self { file: file.to_string(), hash, tasks })
     }
@@ -493,6 +490,14 @@ fn check_sampling(sampling: &Sampling) -> Result<()> {
             .hint("set `temperature`, or `k: 1`"));
     }
     Ok(())
+}
+
+/// Where in a suite a task stands. Failures of its data may name other files; of the suite's own text, the task is where to look.
+fn place_of(file: &str, text: &str, task: &str) -> String {
+    let named = Regex::new(&format!(r#"name:\s*["']?{}(\W|$)"#, regex::escape(task)));
+    let line = named.ok().and_then(|named| text.lines().position(|line| named.is_match(line)));
+    let line = line.map_or_else(String::new, |line| format!(":{}", line + 1));
+    format!("{file}{line}, task `{task}`")
 }
 
 fn usage(message: impl Into<String>) -> Failure {

@@ -92,15 +92,18 @@ impl Limits {
     /// What keeps a run that has lost its head from taking the machine with it: 512 processes, and nine tenths of the memory that the
     /// machine, or the control group around it, has. Limits of time and disk are the caller's.
     pub fn guards() -> Self {
-        let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
-            let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
-            Some(total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
-        });
         // A container's limit; the file says `max` where there is none.
         let group = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok().and_then(|text| text.trim().parse().ok());
-        let memory = machine.into_iter().chain(group).min().map(|bytes| Bytes(bytes / 10 * 9));
+        let memory = machine_memory().into_iter().chain(group).min().map(|bytes| Bytes(bytes / 10 * 9));
         Self { memory, processes: Some(MOST_PROCESSES), ..Self::default() }
     }
+}
+
+/// Memory of the machine in bytes, where the system tells.
+pub fn machine_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let total = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    Some(total.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
 /// Which limit was reached.

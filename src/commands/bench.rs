@@ -1,7 +1,7 @@
 //! `hone bench`: the trainer's benchmarks as a table, or a JSON line a measurement.
 
 use crate::{cli, output};
-use hone_runs::{Class, Failure, Result};
+use hone_runs::Result;
 use hone_trainer::bench::{self, Measurement};
 
 /// Runs one benchmark, or all; lines come as they are measured.
@@ -11,22 +11,15 @@ pub fn run(args: &cli::Bench, json: bool) -> Result<()> {
         None => bench::NAMES.to_vec(),
     };
     let mut rows = Vec::new();
-    let mut failed = None;
     for name in names {
         bench::run(name, super::threads(&args.compute), &mut |measured| {
             if json {
-                match serde_json::to_string(&measured) {
-                    Ok(line) => output::text(&line),
-                    Err(e) => failed = Some(Failure::new(Class::Other, format!("No JSON: {e}."))),
-                }
-            } else {
-                output::say(&format!("measured {}, {}", measured.name, measured.shape));
-                rows.push(cells(&measured));
+                return output::json_line(&measured);
             }
+            output::say(&format!("measured {}, {}", measured.name, measured.shape));
+            rows.push(cells(&measured));
+            Ok(())
         })?;
-    }
-    if let Some(failure) = failed {
-        return Err(failure);
     }
     if !json {
         let header = ["what", "on", "tokens/s", "GFLOP/s", "limit", "GB/s", "limit", "reached"];

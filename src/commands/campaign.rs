@@ -338,10 +338,7 @@ pub fn verify(name: &str, workspace: &Path, json: bool) -> Result<()> {
 
 /// A failure where a budget, and not its last round, ended the campaign.
 fn budget_allowed(overview: &Overview) -> Result<()> {
-    let reason = overview.reason.as_deref().filter(|_| overview.state == State::Over).unwrap_or_default();
-    if !["wall", "device_hours", "usd", "tokens", "disk"].contains(&reason) {
-        return Ok(());
-    }
+    let Some(reason) = overview.over_budget() else { return Ok(()) };
     let (made, all) = (overview.rounds.len(), overview.budget.rounds);
     let message =
         format!("The budget of {reason} ended the campaign {} after {made} of {all} rounds.", overview.campaign);
@@ -370,15 +367,13 @@ pub fn page(overview: &Overview) -> String {
     }
     let header = ["", "hypothesis", "change", "score", "was", "effect [95%]", "verdict", "decision", "cost"];
     // A narrow terminal has no room for why and how much; `review show` and `--json` have both.
-    let narrow = [true, false, true, true, true, true, true, false, false];
-    let shown = |of: Vec<String>| -> Vec<String> {
-        let keep = |i: usize| output::width() >= WIDE || narrow[i];
-        of.into_iter().enumerate().filter(|(i, _)| keep(*i)).map(|(_, cell)| cell).collect()
-    };
-    let rows = overview.rounds.iter().map(|row| shown(cells(row, overview)));
-    let header = shown(header.map(str::to_owned).to_vec());
-    let header: Vec<&str> = header.iter().map(String::as_str).collect();
-    let wrap: &[usize] = if header.len() == narrow.len() { &[1, 2] } else { &[1] };
+    let (columns, wrap): (&[usize], &[usize]) =
+        if output::width() >= WIDE { (&[0, 1, 2, 3, 4, 5, 6, 7, 8], &[1, 2]) } else { (&[0, 2, 3, 4, 5, 6], &[1]) };
+    let header: Vec<&str> = columns.iter().map(|&i| header[i]).collect();
+    let rows = overview.rounds.iter().map(|row| {
+        let cells = cells(row, overview);
+        columns.iter().map(|&i| cells[i].clone()).collect()
+    });
     let _ = write!(page, "\n\n{}", output::wrapping(wrap, &header, rows));
     if let Some(total) = overview.closed.as_ref().and_then(|c| c.total.as_ref().map(|t| (c, t))) {
         let (closed, total) = total;

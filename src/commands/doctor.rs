@@ -1,7 +1,7 @@
 //! `hone doctor`: what this machine has, and what would stand in the way.
 
 use crate::output;
-use hone_runs::Result;
+use hone_runs::{Result, launcher};
 use serde_json::{Value, json};
 
 /// Prints a line a finding; nothing here fails.
@@ -28,9 +28,7 @@ pub fn run(json: bool) -> Result<()> {
 
 /// Memory of the machine, where the system tells.
 fn memory() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let kib: f64 = text.lines().find(|l| l.starts_with("MemTotal:"))?.split_whitespace().nth(1)?.parse().ok()?;
-    Some(format!("{:.1} GiB", kib / f64::from(1 << 20)))
+    Some(format!("{:.1} GiB", launcher::machine_memory()? as f64 / f64::from(1 << 30)))
 }
 
 fn first_line(program: &str, args: &[&str]) -> Option<String> {

@@ -67,10 +67,10 @@ fn undetectable(goal: &Goal, suite: &Suite) -> Result<Option<String>> {
 /// Reads a recipe and checks it against itself and against the files that it names.
 fn check_recipe(file: &Path, root: &Path) -> Result<()> {
     let recipe = Recipe::read(file, &[])?;
-    let text = std::fs::read_to_string(file).unwrap_or_default();
-    recipe::estimate(&recipe, root)
-        .map(|_| ())
-        .map_err(|failure| config::locate(failure, &text, &file.display().to_string()))
+    recipe::estimate(&recipe, root).map(|_| ()).map_err(|failure| {
+        let text = std::fs::read_to_string(file).unwrap_or_default();
+        config::locate(failure, &text, &file.display().to_string())
+    })
 }
 
 fn label(kind: FileKind) -> &'static str {

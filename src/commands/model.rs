@@ -46,11 +46,5 @@ pub fn logprobs(args: &cli::Logprobs) -> Result<()> {
         sequences.push(line.tokens);
     }
     let engine = Engine::load(&args.model, threads(&args.compute))?;
-    let lines = engine.logprobs(&sequences)?;
-    let render = |line| serde_json::to_string(line).context(Class::Other, || "The result has no JSON form".into());
-    let rendered = lines.iter().map(render).collect::<Result<Vec<_>>>()?;
-    if !rendered.is_empty() {
-        output::text(&rendered.join("\n"));
-    }
-    Ok(())
+    engine.logprobs(&sequences)?.iter().try_for_each(output::json_line)
 }

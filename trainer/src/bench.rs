@@ -50,6 +50,9 @@ pub struct Measurement {
 /// Bytes of weights that some processor's caches may hold from one step to the next.
 const CACHED: usize = 64 << 20;
 
+/// What gets each measurement; what it refuses ends the benchmark.
+type See<'a> = dyn FnMut(Measurement) -> Result<()> + Send + 'a;
+
 /// What a repeat works on.
 #[derive(Clone, Copy, Default)]
 struct Work {
@@ -138,8 +141,8 @@ impl Memory {
 ///
 /// # Errors
 /// Usage, where there is no benchmark of the name.
-pub fn run(name: &str, threads: usize, see: &mut (dyn FnMut(Measurement) + Send)) -> Result<()> {
-    let bench: fn(&mut Machine, &mut (dyn FnMut(Measurement) + Send)) -> Result<()> = match name {
+pub fn run(name: &str, threads: usize, see: &mut See) -> Result<()> {
+    let bench: fn(&mut Machine, &mut See) -> Result<()> = match name {
         "train-step" => train_step,
         "decode" => decode,
         "kernels" => kernels,
@@ -166,7 +169,7 @@ fn tokens(count: usize, vocabulary: usize, of: u64) -> Vec<u32> {
 }
 
 /// A training step: forward, backward and a fused AdamW update of every weight.
-fn train_step(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> Result<()> {
+fn train_step(machine: &mut Machine, see: &mut See) -> Result<()> {
     for (name, config, sequences, length) in models() {
         let mut packer = Packer::default();
         (0..sequences).for_each(|i| packer.add(&tokens(length + 1, config.vocab_size, i as u64), 0));
@@ -188,14 +191,14 @@ fn train_step(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) 
             failed = learner.update(1e-4, 0.0).err().or(failed.take());
         });
         failed.map_or(Ok(()), Err)?;
-        see(measured);
+        see(measured)?;
     }
     Ok(())
 }
 
 /// Decoding: a prompt of 64 tokens and 32 new ones, alone and eight at once. Its bound: the weights that a step touches are read once a
 /// step, and the prompt's operations run as fast as a product. Where the weights stay in the caches, operations alone are the bound.
-fn decode(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> Result<()> {
+fn decode(machine: &mut Machine, see: &mut See) -> Result<()> {
     const PROMPT: usize = 64;
     const NEW: usize = 32;
     for (name, config, ..) in models() {
@@ -214,7 +217,7 @@ fn decode(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> R
             let shape = format!("{name}, batch {many}, prompt {PROMPT}, {NEW} new");
             see(machine.measure("decode", shape, work, || {
                 black_box(generate(&decoder, &prompts, &options));
-            }));
+            }))?;
         }
     }
     Ok(())
@@ -228,7 +231,7 @@ fn touched(config: &ModelConfig, rows: usize) -> usize {
 }
 
 /// The operations that take most of a step, each alone.
-fn kernels(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> Result<()> {
+fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
     let fill = |shape: &[usize], of: u64| {
         let mut rng = draws(1, "bench tensor", of, 0);
         let data = (0..shape.iter().product()).map(|_| rng.random::<f32>() - 0.5).collect();
@@ -240,7 +243,7 @@ fn kernels(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> 
     let work = Work { tokens: 2048.0, flops: 2.0 * (2048 * 256 * 512) as f64, ..Work::default() };
     see(machine.measure("linear forward", "[2048, 256] · [256, 512]".into(), work, || {
         linear::forward(&x, &w, &mut out);
-    }));
+    }))?;
 
     let count = 16 << 20;
     let grad = vec![1e-3f32; count];
@@ -252,7 +255,7 @@ fn kernels(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> 
     see(machine.measure("AdamW", format!("{count} parameters"), work, || {
         t += 1;
         adamw::step(settings, t, 1.0, &mut param, &grad, &mut first, &mut second);
-    }));
+    }))?;
 
     for length in [4096, 65_536] {
         let shape = lightning::Heads { head_dim: 64, slopes: lightning::slopes(4, 0, 8), block: 64 };
@@ -266,7 +269,7 @@ fn kernels(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> 
             lightning::forward(&shape, &forest, &q, &k, &v, &mut out, None);
             let [dq, dk, dv] = &mut grads;
             lightning::backward(&shape, &forest, &q, &k, &v, &d_out, dq, dk, dv);
-        }));
+        }))?;
     }
 
     let (rows, width, vocabulary) = (2048, 256, 131_072);
@@ -287,8 +290,7 @@ fn kernels(machine: &mut Machine, see: &mut (dyn FnMut(Measurement) + Send)) -> 
             head::forward(&hidden, &weights, &predictions, 1.0, &mut scores);
             head::backward(&hidden, &weights, &predictions, 1.0, &scores, &d_logprob, &mut d_hidden, &mut d_head);
         },
-    ));
-    Ok(())
+    ))
 }
 
 #[cfg(test)]
@@ -306,7 +308,7 @@ mod tests {
 
     #[test]
     fn an_unknown_benchmark_is_refused_by_name() {
-        let failure = run("kernel", 1, &mut |_| {}).unwrap_err();
+        let failure = run("kernel", 1, &mut |_| Ok(())).unwrap_err();
         assert!(failure.class == Class::Usage && failure.hint.unwrap().contains("train-step"));
     }
 }

@@ -14,7 +14,7 @@ use hone_agent::status::{self, Overview, State};
 use hone_evals::meter::{Budget, Meter, Spend};
 use hone_evals::remote::{Client, Endpoint, Message};
 use hone_runs::ledger::NewEvent;
-use hone_runs::{Class, Failure};
+use hone_runs::{Class, Failure, Result};
 use serde_json::json;
 use sha2::{Digest, Sha256};
 use std::collections::BTreeSet;
@@ -457,21 +457,26 @@ async fn what_else_differs_is_flagged_and_left_to_a_person() {
     assert!(failure.message.contains("harness"), "{failure}");
 }
 
+/// Drives c1 while another process asks for something when round 2 is proposed.
+async fn asked_in_round_2(place: &Place, wanted: Request) -> Result<End> {
+    let (workspace, ledger) = (place.workspace(), place.ledger().await);
+    let acting = Acting {
+        script: usual_script(),
+        round: 2,
+        action: move || {
+            let (workspace, ledger) = (workspace.clone(), ledger.clone());
+            async move { campaign::request(&workspace, &ledger, "c1", wanted).await.unwrap() }
+        },
+    };
+    let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(acting)];
+    Setting::default().campaign(place).await?.run(&proposers).await
+}
+
 #[tokio::test]
 async fn a_request_pauses_or_stops_at_the_next_step() {
     for (wanted, rounds_made) in [(Request::Pause, 1), (Request::Stop, 2)] {
         let place = Place::usual();
-        let (workspace, ledger) = (place.workspace(), place.ledger().await);
-        let acting = Acting {
-            script: usual_script(),
-            round: 2,
-            action: move || {
-                let (workspace, ledger) = (workspace.clone(), ledger.clone());
-                async move { campaign::request(&workspace, &ledger, "c1", wanted).await.unwrap() }
-            },
-        };
-        let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(acting)];
-        let end = Setting::default().campaign(&place).await.unwrap().run(&proposers).await;
+        let end = asked_in_round_2(&place, wanted).await;
         let history = place.history().await;
         let made = history.rounds.values().filter(|r| r.learned.is_some()).count();
         assert_eq!(made, rounds_made, "{wanted:?}");
@@ -564,17 +569,7 @@ async fn an_evaluation_that_writes_where_it_is_measured_from_is_an_integrity_vio
 #[tokio::test]
 async fn a_campaign_goes_on_with_the_goal_it_began_with() {
     let place = Place::usual();
-    let (workspace, ledger) = (place.workspace(), place.ledger().await);
-    let acting = Acting {
-        script: usual_script(),
-        round: 2,
-        action: move || {
-            let (workspace, ledger) = (workspace.clone(), ledger.clone());
-            async move { campaign::request(&workspace, &ledger, "c1", Request::Pause).await.unwrap() }
-        },
-    };
-    let proposers: [Arc<dyn Proposer>; 1] = [Arc::new(acting)];
-    assert_eq!(Setting::default().campaign(&place).await.unwrap().run(&proposers).await, Ok(End::Paused));
+    assert_eq!(asked_in_round_2(&place, Request::Pause).await, Ok(End::Paused));
     place.write("goal.yaml", &GOAL.replace("min_effect: 0.03", "min_effect: 0.9").replace("rounds: 3", "rounds: 1"));
     let edited = place.commit("Ask for more");
 
