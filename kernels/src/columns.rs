@@ -8,6 +8,8 @@
 
 use crate::Tensor;
 use crate::simd::{LANES, Simd, vectorized};
+use std::marker::PhantomData;
+use std::ops::Range;
 
 /// Rows that are worth taking together: they share the loads of keys and values.
 pub(crate) const BLOCK: usize = 4;
@@ -61,12 +63,14 @@ impl<'a> Columns<'a> {
     }
 }
 
-/// Columns of a row-major array, for writing.
+/// Columns of a row-major array, for writing. Others may hold its other columns at the same time.
 #[derive(Debug)]
 pub(crate) struct ColumnsMut<'a> {
-    data: &'a mut [f32],
+    start: *mut f32,
+    rows: usize,
     stride: usize,
     width: usize,
+    lifetime: PhantomData<&'a mut [f32]>,
 }
 
 impl<'a> ColumnsMut<'a> {
@@ -74,29 +78,33 @@ impl<'a> ColumnsMut<'a> {
     #[inline(always)]
     pub(crate) fn new(data: &'a mut [f32], stride: usize, from: usize, width: usize) -> Self {
         assert!(from + width <= stride, "columns {from}..{} of {stride}", from + width);
-        let from = from.min(data.len());
-        Self { data: &mut data[from..], stride, width }
+        let rows = (data.len() + stride - from - width) / stride;
+        // SAFETY: where there is a row, the column is there.
+        let start = if rows > 0 { unsafe { data.as_mut_ptr().add(from) } } else { data.as_mut_ptr() };
+        Self { start, rows, stride, width, lifetime: PhantomData }
     }
 
     /// Row `i`.
     #[inline(always)]
     pub(crate) fn row(&mut self, i: usize) -> &mut [f32] {
-        &mut self.data[i * self.stride..][..self.width]
+        assert!(i < self.rows, "row {i} of {}", self.rows);
+        // SAFETY: the row is there, and nobody else holds these columns of it.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(i * self.stride), self.width) }
     }
 
     /// The rows from row `first` on.
     #[inline(always)]
     pub(crate) fn starting_at(&mut self, first: usize) -> ColumnsMut<'_> {
-        let first = (first * self.stride).min(self.data.len());
-        ColumnsMut { data: &mut self.data[first..], ..*self }
+        let first = first.min(self.rows);
+        ColumnsMut { start: self.start.wrapping_add(first * self.stride), rows: self.rows - first, ..*self }
     }
 
     /// Part `part` of `parts` equal parts of these columns.
     #[inline(always)]
     pub(crate) fn within(&mut self, part: usize, parts: usize) -> ColumnsMut<'_> {
+        assert!(part < parts);
         let width = self.width / parts;
-        let from = (part * width).min(self.data.len());
-        ColumnsMut { data: &mut self.data[from..], width, stride: self.stride }
+        ColumnsMut { start: self.start.wrapping_add(part * width), width, ..*self }
     }
 
     /// Sets the first `rows` rows to 0.
@@ -105,6 +113,37 @@ impl<'a> ColumnsMut<'a> {
         for i in 0..rows {
             self.row(i).fill(0.0);
         }
+    }
+}
+
+/// A row-major array whose columns go to different threads.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<'a> {
+    start: *mut f32,
+    len: usize,
+    stride: usize,
+    lifetime: PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: it stands for a mutable borrow; `columns` demands that its parts are disjoint.
+unsafe impl Send for Shared<'_> {}
+unsafe impl Sync for Shared<'_> {}
+
+impl<'a> Shared<'a> {
+    /// Rows of `stride`.
+    pub(crate) fn new(data: &'a mut [f32], stride: usize) -> Self {
+        Self { start: data.as_mut_ptr(), len: data.len(), stride, lifetime: PhantomData }
+    }
+
+    /// Part `part` of `parts` equal parts of the columns, of rows `rows`.
+    ///
+    /// # Safety
+    /// No element may be in two parts that live at the same time.
+    pub(crate) unsafe fn columns(&self, rows: Range<usize>, part: usize, parts: usize) -> ColumnsMut<'a> {
+        assert!(rows.start <= rows.end && rows.end * self.stride <= self.len && part < parts);
+        let width = self.stride / parts;
+        let start = self.start.wrapping_add(rows.start * self.stride + part * width);
+        ColumnsMut { start, rows: rows.len(), stride: self.stride, width, lifetime: PhantomData }
     }
 }
 
@@ -372,7 +411,7 @@ fn spread_tile<S: Simd, const R: usize, const C: usize>(
         tile.copy_from_slice(&S::as_simd_f32s(&x[at..at + width]).0[..C]);
     }
     for j in 0..n {
-        let place = &mut S::as_mut_simd_f32s(&mut out.data[j * out.stride + at..][..width]).0[..C];
+        let place = &mut S::as_mut_simd_f32s(&mut out.row(j)[at..at + width]).0[..C];
         for c in 0..C {
             let mut sum = place[c];
             for r in 0..R {

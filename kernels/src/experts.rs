@@ -1,16 +1,20 @@
-//! Grouped SwiGLU experts: y = Σ_e weight_e · w2_e(silu(w1_e x) ⊙ w3_e x). Rows are grouped by expert once; an expert without rows
-//! costs nothing and gets no gradient.
+//! Grouped SwiGLU experts: y = Σ_e weight_e · w2_e(silu(w1_e x) ⊙ w3_e x). Rows are grouped by expert once, and read where they
+//! lie; an expert without rows costs nothing and gets no gradient.
 
 use crate::{
     Tensor,
     blocks::{Rows, for_rows},
-    matrix::{Matrix, Write, multiply},
-    pointwise::{swiglu_backward_slice, swiglu_slice},
+    matrix::{Matrix, Write, multiply_here},
+    pointwise::{silu_and_slope, swiglu_slice, zip},
     router::Routes,
     scratch,
-    simd::{axpy, dispatch, dot},
+    simd::{Simd, axpy, dispatch, dot},
 };
 use rayon::prelude::*;
+use std::ops::Range;
+
+/// Grouped rows that one task takes: few enough to balance threads, enough to pay for laying out the weights.
+const CHUNK: usize = 256;
 
 /// Weights `[E, H, I]`, `[E, H, I]`, `[E, I, H]`: gate (w1), up (w3), down (w2).
 #[derive(Clone, Copy)]
@@ -44,16 +48,10 @@ pub struct Grouped {
     pub starts: Vec<usize>,
     /// Grouped row of each slot, `[T, k]`: the inverse of `slots`.
     pub places: Vec<u32>,
-    /// Gathered inputs `[T·k, H]`.
-    pub x: Tensor,
     /// w1 x, `[T·k, I]`.
     pub gate: Tensor,
     /// w3 x, `[T·k, I]`.
     pub up: Tensor,
-    /// silu(gate) ⊙ up, `[T·k, I]`: what w2 multiplies, kept because backward multiplies by it too.
-    pub product: Tensor,
-    /// w2 of the product, before weighing, `[T·k, H]`.
-    pub down: Tensor,
 }
 
 impl Grouped {
@@ -82,6 +80,14 @@ impl Grouped {
         self.starts.rotate_right(1);
         self.starts[0] = 0;
     }
+
+    /// The grouped rows in runs of one expert, none longer than [`CHUNK`]: (expert, grouped rows).
+    fn chunks(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        self.starts.windows(2).enumerate().flat_map(|(e, w)| {
+            let end = w[1];
+            (w[0]..end).step_by(CHUNK).map(move |from| (e, from..end.min(from + CHUNK)))
+        })
+    }
 }
 
 /// `out[T, H]` from `x[T, H]`. A row's sum runs over its experts in the order of its route.
@@ -90,47 +96,49 @@ pub fn forward(experts: Experts, x: &Tensor, routes: &Routes, grouped: &mut Grou
     assert_eq!(routes.experts.len(), rows * k, "a route a row");
     let (count, total) = (experts.w1.shape()[0], rows * k);
     grouped.sort(routes, count);
-    grouped.x.resize(&[total, width]);
-    grouped.gate.resize(&[total, inner]);
-    grouped.up.resize(&[total, inner]);
-    grouped.product.resize(&[total, inner]);
-    grouped.down.resize(&[total, width]);
-    for (to, &row) in grouped.x.data_mut().chunks_exact_mut(width).zip(&grouped.rows) {
-        to.copy_from_slice(x.row(row as usize));
+    for tensor in [&mut grouped.gate, &mut grouped.up] {
+        tensor.resize(&[total, inner]);
     }
-    let Grouped { starts, x, gate, up, product, down, .. } = grouped;
-    let outputs = [(gate, inner), (up, inner), (product, inner), (down, width)];
-    let mut outputs = outputs.map(|(t, cols)| Rows { data: t.data_mut(), cols });
-    let mut jobs = Vec::with_capacity(count);
-    for e in 0..count {
-        let n = starts[e + 1] - starts[e];
-        if n > 0 {
-            jobs.push((e, outputs.each_mut().map(|o| o.take(n))));
-        }
-    }
-    each(jobs, |(e, [gate, up, product, down])| {
-        let x = rows_of(x, starts, e);
-        multiply(x, weights_of(experts.w1, e), Write::Over, gate, inner);
-        multiply(x, weights_of(experts.w3, e), Write::Over, up, inner);
-        swiglu_slice(gate, up, product);
-        let product = Matrix::new(product, product.len() / inner, inner);
-        multiply(product, weights_of(experts.w2, e), Write::Over, down, width);
-    });
     out.resize(&[rows, width]);
-    let (down, places) = (&grouped.down, &grouped.places);
-    for_rows(rows, k * width, Rows { data: out.data_mut(), cols: width }, |first, out| {
-        dispatch!(|s| for (i, out) in out.data.chunks_exact_mut(width).enumerate() {
-            out.fill(0.0);
-            for slot in (first + i) * k..(first + i + 1) * k {
-                axpy(s, routes.weights[slot], down.row(places[slot] as usize), out);
-            }
+    let mut gate_and_up = [std::mem::take(&mut grouped.gate), std::mem::take(&mut grouped.up)];
+    let dtype = experts.w1.dtype();
+    scratch::with(total * width, |down| {
+        let [gate, up] = gate_and_up.each_mut().map(|t| Rows { data: t.data_mut(), cols: inner });
+        let mut parts = (gate, up, Rows { data: &mut *down, cols: width });
+        let mut jobs = Vec::new();
+        for (e, places) in grouped.chunks() {
+            let n = places.len();
+            jobs.push((e, places, [parts.0.take(n), parts.1.take(n)], parts.2.take(n)));
+        }
+        each(jobs, |(e, places, [gate, up], down)| {
+            let n = places.len();
+            let x = matrix(x).picking(&grouped.rows[places]);
+            multiply_here(dtype, x, weights_of(experts.w1, e), Write::Over, gate, inner);
+            multiply_here(dtype, x, weights_of(experts.w3, e), Write::Over, up, inner);
+            scratch::with(n * inner, |product| {
+                swiglu_slice(gate, up, product);
+                let product = Matrix::new(product, n, inner);
+                multiply_here(dtype, product, weights_of(experts.w2, e), Write::Over, down, width);
+            });
+        });
+        for_rows(rows, k * width, Rows { data: out.data_mut(), cols: width }, |first, out| {
+            dispatch!(|s| for (i, out) in out.data.chunks_exact_mut(width).enumerate() {
+                out.fill(0.0);
+                for slot in (first + i) * k..(first + i + 1) * k {
+                    let place = grouped.places[slot] as usize;
+                    axpy(s, routes.weights[slot], &down[place * width..(place + 1) * width], out);
+                }
+            });
         });
     });
+    [grouped.gate, grouped.up] = gate_and_up;
 }
 
-/// `dx[T, H]` and `d_weights[T, k]` overwritten, weight gradients added to, from what [`forward`] left in `grouped`.
+/// `dx[T, H]` and `d_weights[T, k]` overwritten, weight gradients added to, from the input `x` of [`forward`] and what it left in
+/// `grouped`.
 pub fn backward(
     experts: Experts,
+    x: &Tensor,
     routes: &Routes,
     grouped: &Grouped,
     d_out: &Tensor,
@@ -139,91 +147,136 @@ pub fn backward(
     grads: ExpertGrads,
 ) {
     let (rows, width, inner, k) = (d_out.rows(), d_out.cols(), experts.w1.cols(), routes.k);
-    let (count, total) = (experts.w1.shape()[0], rows * k);
+    let total = rows * k;
     assert_eq!(grouped.rows.len(), total, "the groups are of this batch");
     d_weights.resize(total, 0.0);
-    for_rows(total, width, Rows { data: d_weights, cols: 1 }, |first, d_weights| {
-        dispatch!(|s| for (i, d) in d_weights.data.iter_mut().enumerate() {
-            let slot = first + i;
-            *d = dot(s, d_out.row(slot / k), grouped.down.row(grouped.places[slot] as usize));
-        });
-    });
     dx.resize(&[rows, width]);
-    scratch::with(total * (width + 3 * inner), |memory| {
-        // d_rows is the gradient of `down`, and once that is used up, of `x`.
-        let (d_rows, memory) = memory.split_at_mut(total * width);
-        let (d_product, memory) = memory.split_at_mut(total * inner);
-        let (d_gate, d_up) = memory.split_at_mut(total * inner);
-        let parts = [(&mut *d_rows, width), (d_product, inner), (d_gate, inner), (d_up, inner)];
-        let mut parts = parts.map(|(data, cols)| Rows { data, cols });
+    let (forward, backward) = (experts.w1.dtype(), grads.w1.dtype());
+    scratch::with(total * (width + 3 * inner + 1), |memory| {
+        let (d_x, memory) = memory.split_at_mut(total * width); // of the grouped rows
+        let (d_gate, memory) = memory.split_at_mut(total * inner);
+        let (d_up, memory) = memory.split_at_mut(total * inner);
+        let (product, d_weight) = memory.split_at_mut(total * inner); // the product times its row's weight
+        {
+            let parts = [(&mut *d_x, width), (&mut *d_gate, inner), (&mut *d_up, inner), (&mut *product, inner)];
+            let mut parts = parts.map(|(data, cols)| Rows { data, cols });
+            let mut of_weights = Rows { data: &mut *d_weight, cols: 1 };
+            let mut jobs = Vec::new();
+            for (e, places) in grouped.chunks() {
+                let n = places.len();
+                jobs.push((e, places, parts.each_mut().map(|p| p.take(n)), of_weights.take(n)));
+            }
+            each(jobs, |(e, places, [d_x, d_gate, d_up, product], d_weight)| {
+                let n = places.len();
+                // The gradient of the product before it is weighed stands where the product's will.
+                let d_out = matrix(d_out).picking(&grouped.rows[places.clone()]);
+                multiply_here(forward, d_out, matrix_of(experts.w2, e).transposed(), Write::Over, product, inner);
+                through_product(&routes.weights, grouped, places, inner, d_gate, d_up, product, d_weight);
+                let (d_gate, d_up) = (Matrix::new(d_gate, n, inner), Matrix::new(d_up, n, inner));
+                multiply_here(forward, d_gate, matrix_of(experts.w1, e).transposed(), Write::Over, d_x, width);
+                multiply_here(forward, d_up, matrix_of(experts.w3, e).transposed(), Write::Add, d_x, width);
+            });
+        }
+        let mut jobs = Vec::new();
         let mut grads = [grads.w1, grads.w3, grads.w2].map(|t| Rows { data: t.data_mut(), cols: width * inner });
-        let mut jobs = Vec::with_capacity(count);
-        for e in 0..count {
-            let n = grouped.starts[e + 1] - grouped.starts[e];
+        for w in grouped.starts.windows(2) {
             let grads = grads.each_mut().map(|g| g.take(1));
-            if n > 0 {
-                jobs.push((e, parts.each_mut().map(|p| p.take(n)), grads));
+            if w[0] < w[1] {
+                for (which, grad) in grads.into_iter().enumerate() {
+                    jobs.push((w[0]..w[1], which, grad));
+                }
             }
         }
-        each(jobs, |(e, [d_rows, d_product, d_gate, d_up], [dw1, dw3, dw2])| {
-            let places = grouped.starts[e]..grouped.starts[e + 1];
+        each(jobs, |(places, which, grad)| {
             let n = places.len();
-            weigh(&routes.weights, grouped, places.clone(), d_out, d_rows);
-            let d_down = Matrix::new(d_rows, n, width);
-            let product = rows_of(&grouped.product, &grouped.starts, e);
-            multiply(product.transposed(), d_down, Write::Add, dw2, width);
-            multiply(d_down, weights_of(experts.w2, e).transposed(), Write::Over, d_product, inner);
-            let here = places.start * inner..places.end * inner;
-            let (gate, up) = (&grouped.gate.data()[here.clone()], &grouped.up.data()[here]);
-            swiglu_backward_slice(gate, up, d_product, d_gate, d_up);
-            let (d_gate, d_up) = (Matrix::new(d_gate, n, inner), Matrix::new(d_up, n, inner));
-            let x = rows_of(&grouped.x, &grouped.starts, e);
-            multiply(x.transposed(), d_gate, Write::Add, dw1, inner);
-            multiply(x.transposed(), d_up, Write::Add, dw3, inner);
-            multiply(d_gate, weights_of(experts.w1, e).transposed(), Write::Over, d_rows, width);
-            multiply(d_up, weights_of(experts.w3, e).transposed(), Write::Add, d_rows, width);
+            let d = [&*d_gate, &*d_up, &*product][which];
+            let d = Matrix::new(&d[places.start * inner..places.end * inner], n, inner);
+            let picked = &grouped.rows[places];
+            if which < 2 {
+                multiply_here(backward, matrix(x).picking(picked).transposed(), d, Write::Add, grad, inner);
+            } else {
+                multiply_here(backward, d.transposed(), matrix(d_out).picking(picked), Write::Add, grad, width);
+            }
         });
+        for (d, &place) in d_weights.iter_mut().zip(&grouped.places) {
+            *d = d_weight[place as usize];
+        }
         for_rows(rows, k * width, Rows { data: dx.data_mut(), cols: width }, |first, dx| {
             dispatch!(|s| for (i, dx) in dx.data.chunks_exact_mut(width).enumerate() {
                 dx.fill(0.0);
                 for slot in (first + i) * k..(first + i + 1) * k {
                     let place = grouped.places[slot] as usize;
-                    axpy(s, 1.0, &d_rows[place * width..(place + 1) * width], dx);
+                    axpy(s, 1.0, &d_x[place * width..(place + 1) * width], dx);
                 }
             });
         });
     });
 }
 
-/// `d_down[n, H]`, the gradients of the grouped rows `places`: each its weight times its row's.
-fn weigh(weights: &[f32], grouped: &Grouped, places: std::ops::Range<usize>, d_out: &Tensor, d_down: &mut [f32]) {
-    dispatch!(|_s| for (d, place) in d_down.chunks_exact_mut(d_out.cols()).zip(places) {
-        let weight = weights[grouped.slots[place] as usize];
-        for (d, g) in d.iter_mut().zip(d_out.row(grouped.rows[place] as usize)) {
-            *d = weight * g;
-        }
+/// Through SwiGLU's product and the route's weight, for grouped rows `places`. `product` holds the gradient of the unweighed product and
+/// gets the weighed product; the others are overwritten.
+fn through_product(
+    weights: &[f32],
+    grouped: &Grouped,
+    places: Range<usize>,
+    inner: usize,
+    d_gate: &mut [f32],
+    d_up: &mut [f32],
+    product: &mut [f32],
+    d_weight: &mut [f32],
+) {
+    scratch::with(inner, |plain| {
+        dispatch!(|s| for (i, place) in places.enumerate() {
+            let here = i * inner..(i + 1) * inner;
+            let (gate, up) = (grouped.gate.row(place), grouped.up.row(place));
+            let weight = s.splat_f32s(weights[grouped.slots[place] as usize]);
+            let (d_gate, d_up, product) = (&mut d_gate[here.clone()], &mut d_up[here.clone()], &mut product[here]);
+            zip(
+                s,
+                [gate, up, &*product],
+                [d_gate, d_up, &mut *plain],
+                #[inline(always)]
+                |[gate, up, d]| {
+                    let (silu, slope) = silu_and_slope(s, gate);
+                    let d_weighed = s.mul_f32s(weight, d);
+                    let d_gate = s.mul_f32s(s.mul_f32s(d_weighed, up), slope);
+                    [d_gate, s.mul_f32s(d_weighed, silu), s.mul_f32s(silu, up)]
+                },
+            );
+            d_weight[i] = dot(s, product, plain);
+            zip(
+                s,
+                [&*plain],
+                [product],
+                #[inline(always)]
+                |[x]| [s.mul_f32s(weight, x)],
+            );
+        });
     });
 }
 
-/// Experts share nothing that is written, so they may run in any order.
+/// Tasks share nothing that is written, so they may run in any order.
 fn each<J: Send>(jobs: Vec<J>, work: impl Fn(J) + Sync + Send) {
     if rayon::current_num_threads() == 1 {
         jobs.into_iter().for_each(work);
     } else {
-        jobs.into_par_iter().for_each(work);
+        jobs.into_par_iter().with_max_len(1).for_each(work);
     }
 }
 
-/// The grouped rows of one expert.
-fn rows_of<'a>(t: &'a Tensor, starts: &[usize], expert: usize) -> Matrix<'a> {
-    let (from, to, cols) = (starts[expert], starts[expert + 1], t.cols());
-    Matrix::new(&t.data()[from * cols..to * cols], to - from, cols)
+fn matrix(t: &Tensor) -> Matrix<'_> {
+    Matrix::new(t.data(), t.rows(), t.cols())
 }
 
 /// One expert's matrix of a stack `[E, in, out]`.
-fn weights_of(t: &Tensor, expert: usize) -> Matrix<'_> {
+fn matrix_of(t: &Tensor, expert: usize) -> Matrix<'_> {
     let (rows, cols) = (t.shape()[1], t.shape()[2]);
     Matrix::new(&t.data()[expert * rows * cols..(expert + 1) * rows * cols], rows, cols)
+}
+
+/// The same, with its rounded pairs where it has them.
+fn weights_of(t: &Tensor, expert: usize) -> Matrix<'_> {
+    matrix_of(t, expert).with_pairs(t.pairs_of(expert))
 }
 
 /// The same, a row and an expert at a time.
@@ -352,13 +405,13 @@ mod tests {
         /// out, dx, d_weights, dw1, dw3, dw2; everything that is overwritten starts as NaN.
         fn run(&self) -> [Tensor; 6] {
             let nan = |n| Tensor::from_vec(vec![f32::NAN; n], &[n]);
-            let mut grouped = Grouped { x: nan(9), gate: nan(5000), up: nan(7), down: nan(3000), ..Grouped::default() };
+            let mut grouped = Grouped { gate: nan(5000), up: nan(7), ..Grouped::default() };
             let (mut out, mut dx, mut d_weights) = (nan(4), nan(4), vec![f32::NAN; 3]);
             scratch::with(4096, |s| s.fill(f32::NAN));
             let [mut w1, mut w3, mut w2] = [&self.w1, &self.w3, &self.w2].map(|w| Tensor::zeros(w.shape()));
             forward(self.experts(), &self.x, &self.routes, &mut grouped, &mut out);
             let grads = ExpertGrads { w1: &mut w1, w3: &mut w3, w2: &mut w2 };
-            backward(self.experts(), &self.routes, &grouped, &self.d_out, &mut dx, &mut d_weights, grads);
+            backward(self.experts(), &self.x, &self.routes, &grouped, &self.d_out, &mut dx, &mut d_weights, grads);
             let count = d_weights.len();
             [out, dx, Tensor::from_vec(d_weights, &[count]), w1, w3, w2]
         }

@@ -36,5 +36,6 @@ pub mod threads;
 mod trees;
 
 pub use forest::{Forest, ForestError, Prediction, Segment};
+pub use matrix::bf16_available;
 pub use simd::instruction_set;
-pub use tensor::Tensor;
+pub use tensor::{Dtype, Tensor};

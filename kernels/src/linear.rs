@@ -1,30 +1,37 @@
-//! Matrix products with weights `[in, out]`. One row alone is padded to two, so that its bits are those it has in company.
+//! Matrix products with weights `[in, out]`, in the weight's dtype.
 
 use crate::{
     Tensor,
-    matrix::{Matrix, Write, multiply},
+    matrix::{Matrix, Write, multiply_in},
 };
 
 /// `out[T, O] = x[T, I] · w[I, O]`.
 pub fn forward(x: &Tensor, w: &Tensor, out: &mut Tensor) {
     out.resize(&[x.rows(), w.cols()]);
-    multiply(matrix(x), matrix(w), Write::Over, out.data_mut(), w.cols());
+    let weights = matrix(w).with_pairs(w.pairs_of(0));
+    multiply_in(w.dtype(), matrix(x), weights, Write::Over, out.data_mut(), w.cols());
+}
+
+/// `out[T, O] += x[T, I] · w[I, O]`.
+pub fn forward_add(x: &Tensor, w: &Tensor, out: &mut Tensor) {
+    let weights = matrix(w).with_pairs(w.pairs_of(0));
+    multiply_in(w.dtype(), matrix(x), weights, Write::Add, out.data_mut(), w.cols());
 }
 
 /// `dx[T, I] = d_out[T, O] · wᵀ` (overwritten).
 pub fn backward_input(d_out: &Tensor, w: &Tensor, dx: &mut Tensor) {
     dx.resize(&[d_out.rows(), w.rows()]);
-    multiply(matrix(d_out), matrix(w).transposed(), Write::Over, dx.data_mut(), w.rows());
+    multiply_in(w.dtype(), matrix(d_out), matrix(w).transposed(), Write::Over, dx.data_mut(), w.rows());
 }
 
 /// `dx[T, I] += d_out[T, O] · wᵀ`: where several projections read one input.
 pub fn backward_input_add(d_out: &Tensor, w: &Tensor, dx: &mut Tensor) {
-    multiply(matrix(d_out), matrix(w).transposed(), Write::Add, dx.data_mut(), w.rows());
+    multiply_in(w.dtype(), matrix(d_out), matrix(w).transposed(), Write::Add, dx.data_mut(), w.rows());
 }
 
 /// `dw[I, O] += xᵀ · d_out`.
 pub fn backward_weight(x: &Tensor, d_out: &Tensor, dw: &mut Tensor) {
-    multiply(matrix(x).transposed(), matrix(d_out), Write::Add, dw.data_mut(), d_out.cols());
+    multiply_in(dw.dtype(), matrix(x).transposed(), matrix(d_out), Write::Add, dw.data_mut(), d_out.cols());
 }
 
 fn matrix(t: &Tensor) -> Matrix<'_> {

@@ -1,57 +1,115 @@
-//! Products of strided matrices: the one door to the `gemm` crate, with the rules that keep bits free of company and threads.
-//! It knows no operation; [`crate::linear`], [`crate::experts`] and [`crate::head`] stand on it.
+//! Products of matrices, the one place where numbers meet in bulk; it knows no operation. [`crate::linear`],
+//! [`crate::experts`], [`crate::lightning`] and [`crate::head`] stand on it.
 //!
-//! What the rules rest on, read in gemm's source and held by the tests here: an element is one accumulator that runs over the
-//! inner dimension in order, so tiling of rows and columns and the number of threads leave no trace in it. Three things
-//! would: a single row (another kernel; padded to two here), an inner dimension past 512 (cut by a rule that looks at the
-//! number of rows; cut here, always at 512), and a single column (another kernel; computed here).
+//! Bits depend neither on company nor on threads: a sum runs over the inner dimension in order, by fused multiply-adds, in
+//! pieces of `lanes::DEPTH` lanes that are added to the output one after another. Tiles, panels and threads cut rows
+//! and columns only, and leave no trace in it; so a row alone has the bits that it has among others.
+//!
+//! In [`Dtype::Bf16`] both factors are rounded to bf16 as they are laid out (or were before, [`Matrix::with_pairs`]), their products
+//! are exact, and sums are f32. Where the processor lacks AVX512-BF16 the product is the f32 one.
 
-use gemm::Parallelism;
+mod lanes;
+mod tile;
 
-/// The longest run over the inner dimension that gemm accumulates in one piece whatever the other two dimensions.
-const DEPTH: usize = 512;
+pub(crate) use lanes::pair;
+
+use crate::scratch;
+use crate::simd::dispatch;
+use crate::tensor::Dtype;
+use lanes::F32;
+
+/// Multiply-adds below which a product is not worth splitting over threads.
+const WORTH_SPLITTING: usize = 128 * 1024;
 
 /// A matrix in someone else's memory, as it lies or transposed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Matrix<'a> {
     data: &'a [f32],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
+    /// The same elements rounded, two lines in one: `[lines / 2, width]`.
+    pairs: Option<&'a [u32]>,
+    /// Which lines of `data`, where not all in order.
+    picked: Option<&'a [u32]>,
+    /// Stored lines, and elements of each.
+    lines: usize,
+    width: usize,
+    stride: usize,
+    /// Lines are columns.
+    transposed: bool,
 }
 
 impl<'a> Matrix<'a> {
     /// `data` as `[rows, cols]`, row-major without gaps.
     pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize) -> Self {
         assert_eq!(data.len(), rows * cols, "{rows} rows of {cols}");
-        Self { data, rows, cols, row_stride: cols, col_stride: 1 }
+        Self::strided(data, rows, cols, cols)
+    }
+
+    /// `rows` rows of `cols` elements, `stride` apart.
+    pub(crate) fn strided(data: &'a [f32], rows: usize, cols: usize, stride: usize) -> Self {
+        assert!(rows == 0 || data.len() >= (rows - 1) * stride + cols, "{rows} rows of {cols}, {stride} apart");
+        Self { data, pairs: None, picked: None, lines: rows, width: cols, stride, transposed: false }
+    }
+
+    /// The rows `picked` of this matrix, in that order.
+    pub(crate) fn picking(self, picked: &'a [u32]) -> Self {
+        assert!(!self.transposed && self.picked.is_none(), "rows as they lie are picked");
+        Self { picked: Some(picked), pairs: None, lines: picked.len(), ..self }
+    }
+
+    /// With the elements already rounded: each two rows as one of pairs.
+    pub(crate) fn with_pairs(self, pairs: Option<&'a [u32]>) -> Self {
+        assert!(!self.transposed && self.picked.is_none(), "pairs are of rows as they lie");
+        assert!(pairs.is_none_or(|p| p.len() == self.lines.div_ceil(2) * self.stride), "two rows a row of pairs");
+        Self { pairs, ..self }
     }
 
     /// The columns `from..to`.
     pub(crate) fn columns(self, from: usize, to: usize) -> Self {
-        assert!(from <= to && to <= self.cols, "columns {from}..{to} of {}", self.cols);
-        let start = (from * self.col_stride).min(self.data.len());
-        Self { data: &self.data[start..], cols: to - from, ..self }
+        assert!(from <= to && to <= self.cols(), "columns {from}..{to} of {}", self.cols());
+        if self.transposed { self.some_lines(from, to) } else { self.within_lines(from, to) }
+    }
+
+    /// The rows `from..to`.
+    pub(crate) fn row_range(self, from: usize, to: usize) -> Self {
+        assert!(from <= to && to <= self.rows(), "rows {from}..{to} of {}", self.rows());
+        if self.transposed { self.within_lines(from, to) } else { self.some_lines(from, to) }
+    }
+
+    fn within_lines(self, from: usize, to: usize) -> Self {
+        let pairs = self.pairs.map(|pairs| &pairs[from.min(pairs.len())..]);
+        Self { data: &self.data[from.min(self.data.len())..], pairs, width: to - from, ..self }
+    }
+
+    fn some_lines(self, from: usize, to: usize) -> Self {
+        match self.picked {
+            Some(picked) => Self { picked: Some(&picked[from..to]), lines: to - from, ..self },
+            None => {
+                let start = (from * self.stride).min(self.data.len());
+                // A run of lines from an odd one on has no pairs of its own.
+                let pairs = self.pairs.filter(|_| from % 2 == 0).map(|pairs| &pairs[(start / 2).min(pairs.len())..]);
+                Self { data: &self.data[start..], pairs, lines: to - from, ..self }
+            }
+        }
     }
 
     /// Rows as columns.
     pub(crate) fn transposed(self) -> Self {
-        Self { rows: self.cols, cols: self.rows, row_stride: self.col_stride, col_stride: self.row_stride, ..self }
+        Self { transposed: !self.transposed, ..self }
     }
 
-    /// The run `from..to` of the inner dimension, seen from the left factor.
-    fn depth(self, from: usize, to: usize) -> Self {
-        self.columns(from, to)
+    pub(crate) fn rows(&self) -> usize {
+        if self.transposed { self.width } else { self.lines }
     }
 
-    /// One past the last element that a product reads.
-    fn extent(&self) -> usize {
-        if self.rows == 0 || self.cols == 0 {
-            0
-        } else {
-            (self.rows - 1) * self.row_stride + (self.cols - 1) * self.col_stride + 1
-        }
+    pub(crate) fn cols(&self) -> usize {
+        if self.transposed { self.lines } else { self.width }
+    }
+
+    /// A stored line.
+    #[inline(always)]
+    fn line(&self, i: usize) -> &'a [f32] {
+        let i = self.picked.map_or(i, |picked| picked[i] as usize);
+        &self.data[i * self.stride..][..self.width]
     }
 }
 
@@ -64,95 +122,139 @@ pub(crate) enum Write {
     Add,
 }
 
-/// `out[m, n] = a[m, k] · b[k, n]`, or `+=`; rows of `out` lie `out_stride` ≥ n apart.
+/// `out[m, n] = a[m, k] · b[k, n]`, or `+=`, in f32; rows of `out` lie `out_stride` ≥ n apart.
 pub(crate) fn multiply(a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
-    let (m, n, k) = (a.rows, b.cols, a.cols);
-    assert_eq!(k, b.rows, "inner dimensions differ");
-    if m == 0 || n == 0 {
-        return;
+    multiply_in(Dtype::F32, a, b, write, out, out_stride);
+}
+
+/// The same in `dtype`.
+pub(crate) fn multiply_in(dtype: Dtype, a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
+    let out = Out::new(a, b, out, out_stride);
+    split(dtype, a, b, write, out, rayon::current_num_threads());
+}
+
+/// The same on this thread alone: for parts of work that is split already.
+pub(crate) fn multiply_here(dtype: Dtype, a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
+    let out = Out::new(a, b, out, out_stride);
+    run(dtype, a, b, write, out);
+}
+
+/// Whether products of bf16 run here: where the processor has AVX512-BF16.
+pub fn bf16_available() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return matches!(pulp::Arch::new(), pulp::Arch::V4(_)) && std::arch::is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Some rows and columns of an output; of two parts none holds an element of the other.
+struct Out<'a> {
+    start: *mut f32,
+    rows: usize,
+    columns: usize,
+    stride: usize,
+    lifetime: std::marker::PhantomData<&'a mut [f32]>,
+}
+
+// SAFETY: it is a mutable borrow of its elements, which no other part holds.
+unsafe impl Send for Out<'_> {}
+
+impl<'a> Out<'a> {
+    fn new(a: Matrix, b: Matrix, out: &'a mut [f32], stride: usize) -> Self {
+        let (rows, columns) = (a.rows(), b.cols());
+        assert_eq!(a.cols(), b.rows(), "inner dimensions differ");
+        let held = rows == 0 || columns == 0 || (stride >= columns && out.len() >= (rows - 1) * stride + columns);
+        assert!(held, "the output holds {rows} rows of {columns}");
+        Self { start: out.as_mut_ptr(), rows, columns, stride, lifetime: std::marker::PhantomData }
     }
-    assert!(out_stride >= n && out.len() >= (m - 1) * out_stride + n, "the output holds {m} rows of {n}");
-    if m == 1 {
-        let mut two = vec![0.0; 2 * n];
-        two[..n].copy_from_slice(&out[..n]);
-        let twice = Matrix { rows: 2, row_stride: 0, ..a };
-        multiply(twice, b, write, &mut two, n);
-        out[..n].copy_from_slice(&two[..n]);
-        return;
+
+    #[inline(always)]
+    fn row(&mut self, i: usize) -> &mut [f32] {
+        assert!(i < self.rows);
+        // SAFETY: `new` asserted that the row lies in the slice, and `split_*` gave each element to one part alone.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(i * self.stride), self.columns) }
     }
-    if n == 1 {
-        return single_column(a, b, write, out, out_stride);
+
+    fn split_rows(self, at: usize) -> (Self, Self) {
+        assert!(at < self.rows);
+        // SAFETY: the row is there.
+        let start = unsafe { self.start.add(at * self.stride) };
+        (Self { rows: at, ..self }, Self { start, rows: self.rows - at, ..self })
     }
-    if k == 0 && write == Write::Over {
-        out.chunks_mut(out_stride).take(m).for_each(|row| row[..n].fill(0.0));
-    }
-    let mut from = 0;
-    while from < k {
-        let to = k.min(from + DEPTH);
-        let add = from > 0 || write == Write::Add;
-        call(a.depth(from, to), b.transposed().depth(from, to).transposed(), add, out, out_stride);
-        from = to;
+
+    fn split_columns(self, at: usize) -> (Self, Self) {
+        assert!(at < self.columns);
+        // SAFETY: the column is there.
+        let start = unsafe { self.start.add(at) };
+        (Self { columns: at, ..self }, Self { start, columns: self.columns - at, ..self })
     }
 }
 
-fn call(a: Matrix, b: Matrix, add: bool, out: &mut [f32], out_stride: usize) {
-    assert!(a.extent() <= a.data.len() && b.extent() <= b.data.len(), "a factor lies within its memory");
-    let threads = if rayon::current_num_threads() == 1 { Parallelism::None } else { Parallelism::Rayon(0) };
-    // SAFETY: the shapes agree and every element of the factors lies in their slices (asserted above); `multiply` asserted
-    // the same of the output, which is borrowed mutably and so overlaps neither.
-    unsafe {
-        gemm::gemm(
-            a.rows,
-            b.cols,
-            a.cols,
-            out.as_mut_ptr(),
-            1,
-            out_stride as isize,
-            add,
-            a.data.as_ptr(),
-            a.col_stride as isize,
-            a.row_stride as isize,
-            b.data.as_ptr(),
-            b.col_stride as isize,
-            b.row_stride as isize,
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            threads,
+/// Cuts the longer side until each thread has a part.
+fn split(dtype: Dtype, a: Matrix, b: Matrix, write: Write, out: Out, threads: usize) {
+    let (rows, columns) = (out.rows, out.columns);
+    if threads <= 1 || rows * columns * a.cols() < WORTH_SPLITTING {
+        return run(dtype, a, b, write, out);
+    }
+    let (first, second) = (threads / 2, threads - threads / 2);
+    if rows >= columns.min(64) {
+        let at = rows * first / threads;
+        let (left, right) = out.split_rows(at);
+        rayon::join(
+            || split(dtype, a.row_range(0, at), b, write, left, first),
+            || split(dtype, a.row_range(at, rows), b, write, right, second),
+        );
+    } else {
+        let at = (columns * first / threads).next_multiple_of(32).min(columns - 1);
+        let (left, right) = out.split_columns(at);
+        rayon::join(
+            || split(dtype, a, b.columns(0, at), write, left, first),
+            || split(dtype, a, b.columns(at, columns), write, right, second),
         );
     }
 }
 
-/// A column alone: each row its own dot product, in order.
-fn single_column(a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
-    for i in 0..a.rows {
-        let row = &a.data[i * a.row_stride..];
-        let mut sum = if write == Write::Add { out[i * out_stride] } else { 0.0 };
-        for j in 0..a.cols {
-            sum += row[j * a.col_stride] * b.data[j * b.row_stride];
-        }
-        out[i * out_stride] = sum;
+fn run(dtype: Dtype, a: Matrix, b: Matrix, write: Write, mut out: Out) {
+    if out.rows == 0 || out.columns == 0 {
+        return;
     }
+    scratch::with(tile::memory(a, b), |memory| {
+        #[cfg(target_arch = "x86_64")]
+        if dtype == Dtype::Bf16 && bf16_available() {
+            let once = crate::simd::Once;
+            return lanes::with_bf16(
+                #[inline(always)]
+                |k| {
+                    let _once = once;
+                    tile::product(k, a, b, write, &mut out, memory);
+                },
+            );
+        }
+        dispatch!(|s| tile::product(F32(s), a, b, write, &mut out, memory));
+    });
 }
 
 /// The same product, one element at a time in float64: what [`multiply`] is tested against.
 #[cfg(test)]
 pub(crate) mod plain {
-    use super::{Matrix, Write};
+    use super::{Matrix, Write, lanes::to_bf16};
+    use crate::Dtype;
 
-    pub(crate) fn multiply(a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
-        for i in 0..a.rows {
-            for j in 0..b.cols {
-                let term = |l: usize| {
-                    let (a, b) =
-                        (a.data[i * a.row_stride + l * a.col_stride], b.data[l * b.row_stride + j * b.col_stride]);
-                    f64::from(a) * f64::from(b)
-                };
+    /// What a product in `dtype` multiplies in the place of `x`.
+    pub(crate) fn rounded(dtype: Dtype, x: f32) -> f32 {
+        if dtype == Dtype::Bf16 && super::bf16_available() { f32::from_bits(to_bf16(x) << 16) } else { x }
+    }
+
+    pub(crate) fn multiply(dtype: Dtype, a: Matrix, b: Matrix, write: Write, out: &mut [f32], out_stride: usize) {
+        let at = |m: Matrix, i: usize, j: usize| {
+            let (line, place) = if m.transposed { (j, i) } else { (i, j) };
+            f64::from(rounded(dtype, m.line(line)[place]))
+        };
+        for i in 0..a.rows() {
+            for j in 0..b.cols() {
                 let o = &mut out[i * out_stride + j];
                 let start = if write == Write::Add { f64::from(*o) } else { 0.0 };
-                *o = (0..a.cols).map(term).fold(start, |sum, x| sum + x) as f32;
+                *o = (0..a.cols()).map(|l| at(a, i, l) * at(b, l, j)).fold(start, |sum, x| sum + x) as f32;
             }
         }
     }
@@ -161,26 +263,50 @@ pub(crate) mod plain {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{oracle, threads::Pool};
+    use crate::{Tensor, oracle, threads::Pool};
     use proptest::prelude::*;
 
+    fn dtypes() -> impl Strategy<Value = Dtype> {
+        prop_oneof![Just(Dtype::F32), Just(Dtype::Bf16)]
+    }
+
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(48))]
+        #![proptest_config(ProptestConfig::with_cases(96))]
+        /// Odd sizes, both layouts of both factors, gaps between rows, picked rows. Products of bf16 are exact: only sums err.
         #[test]
         fn equals_the_plain_product(
-            m in 0usize..40, n in 0usize..40, k in prop_oneof![0usize..40, 500usize..530], gap in 0usize..3,
-            at in any::<bool>(), bt in any::<bool>(), add in any::<bool>(),
+            dtype in dtypes(), m in 0usize..40, n in 0usize..70, k in prop_oneof![0usize..40, 500usize..530, 1020usize..1030],
+            gap in 0usize..3, at in any::<bool>(), bt in any::<bool>(), add in any::<bool>(), pick in any::<bool>(),
         ) {
-            let (a, b) = (oracle::random(1, &[m * k]), oracle::random(2, &[k * n]));
-            let a = if at { Matrix::new(a.data(), k, m).transposed() } else { Matrix::new(a.data(), m, k) };
+            let (a, b) = (oracle::random(1, &[(m + 1) * (k + 1)]), oracle::random(2, &[k * n]));
+            let picked: Vec<u32> = (0..if at { k } else { m }).map(|i| (i * 7 % if at { k } else { m }) as u32).collect();
+            let a = if at { Matrix::strided(a.data(), k, m, m + 1) } else { Matrix::strided(a.data(), m, k, k + 1) };
+            let a = if pick { a.picking(&picked) } else { a };
+            let a = if at { a.transposed() } else { a };
             let b = if bt { Matrix::new(b.data(), n, k).transposed() } else { Matrix::new(b.data(), k, n) };
             let write = if add { Write::Add } else { Write::Over };
             let stride = n + gap;
             let mut fast = oracle::random(3, &[m * stride]).data().to_vec();
             let mut slow = fast.clone();
-            multiply(a, b, write, &mut fast, stride);
-            plain::multiply(a, b, write, &mut slow, stride);
-            oracle::assert_close(&fast, &slow, 1e-5, 3e-5);
+            multiply_in(dtype, a, b, write, &mut fast, stride);
+            plain::multiply(dtype, a, b, write, &mut slow, stride);
+            oracle::assert_close(&fast, &slow, 1e-5, 5e-5);
+        }
+
+        #[test]
+        fn pairs_change_no_bit(m in 1usize..30, n in 1usize..70, k in prop_oneof![1usize..40, 1020usize..1030]) {
+            let (a, mut b) = (oracle::random(1, &[m * k]), oracle::random(2, &[k, n]));
+            let product = |b: &Tensor| {
+                let mut out = vec![0.0; m * n];
+                let right = Matrix::new(b.data(), k, n).with_pairs(b.pairs_of(0));
+                multiply_in(Dtype::Bf16, Matrix::new(a.data(), m, k), right, Write::Over, &mut out, n);
+                out
+            };
+            b.set_dtype(Dtype::Bf16);
+            let without = product(&b);
+            b.round();
+            prop_assert_eq!(b.pairs_of(0).is_some(), bf16_available());
+            prop_assert_eq!(without, product(&b));
         }
     }
 
@@ -197,25 +323,37 @@ mod tests {
         }
     }
 
-    /// Rows of x[T, k] · w[k, n] have the bits they have in any company, on any number of threads.
+    /// Rows of x[T, k] · w[k, n] have the bits they have in any company, on any number of threads; weights' gradients too.
     #[test]
     fn bits_do_not_depend_on_company_or_threads() {
-        for (k, n) in [(1, 3), (2, 64), (7, 1), (32, 14), (64, 65), (200, 96), (513, 40), (600, 300), (1100, 17)] {
-            let (x, w) = (oracle::random(1, &[130, k]), oracle::random(2, &[k, n]));
-            let product = |rows: std::ops::Range<usize>, threads: usize| {
-                let mut out = vec![f32::NAN; rows.len() * n];
-                let a = Matrix::new(&x.data()[rows.start * k..rows.end * k], rows.len(), k);
-                let run = || multiply(a, Matrix::new(w.data(), k, n), Write::Over, &mut out, n);
-                Pool::new(threads).expect("threads").run(run);
-                out
-            };
-            let whole = product(0..130, 1);
-            assert_eq!(whole, product(0..130, 2), "threads, k {k}, n {n}");
-            for rows in [1, 2, 3, 17, 64, 65] {
-                for start in [0, 1, 50] {
-                    let part = product(start..start + rows, 1);
-                    assert_eq!(part, whole[start * n..(start + rows) * n], "{rows} rows at {start}, k {k}, n {n}");
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for (k, n) in [(1, 3), (2, 64), (7, 1), (32, 14), (64, 65), (200, 96), (513, 40), (600, 300), (1100, 17)] {
+                let (x, mut w) = (oracle::random(1, &[130, k]), oracle::random(2, &[k, n]));
+                w.set_dtype(dtype);
+                w.round();
+                let right = Matrix::new(w.data(), k, n).with_pairs(w.pairs_of(0));
+                let product = |rows: std::ops::Range<usize>, threads: usize| {
+                    let mut out = vec![f32::NAN; rows.len() * n];
+                    let a = Matrix::new(&x.data()[rows.start * k..rows.end * k], rows.len(), k);
+                    Pool::new(threads).expect("threads").run(|| multiply_in(dtype, a, right, Write::Over, &mut out, n));
+                    out
+                };
+                let whole = product(0..130, 1);
+                for rows in [1, 2, 3, 8, 9, 17, 64, 65, 130] {
+                    for (start, threads) in [(0, 1), (1, 2), (50, 3)] {
+                        let start = start.min(130 - rows);
+                        let part = product(start..start + rows, threads);
+                        assert_eq!(part, whole[start * n..(start + rows) * n], "{rows} rows at {start}, k {k}, n {n}");
+                    }
                 }
+                let gradient = |threads: usize| {
+                    let mut out = vec![1.0; k * n];
+                    let (x, d) = (Matrix::new(x.data(), 130, k), Matrix::new(&whole, 130, n));
+                    let run = || multiply_in(dtype, x.transposed(), d, Write::Add, &mut out, n);
+                    Pool::new(threads).expect("threads").run(run);
+                    out
+                };
+                assert_eq!(gradient(1), gradient(3));
             }
         }
     }

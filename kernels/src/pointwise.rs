@@ -9,34 +9,51 @@ use crate::{
 /// An element's work where an exponential is in it, against one where none is.
 const EXPONENTIAL: usize = 4;
 
-/// `out = silu(x)`.
-pub fn silu(x: &Tensor, out: &mut Tensor) {
-    out.resize(x.shape());
-    for_rows(x.len(), EXPONENTIAL, elements(out), |first, out| {
-        let x = &x.data()[first..first + out.data.len()];
-        dispatch!(|s| zip(
-            s,
-            [x],
-            [out.data],
-            #[inline(always)]
-            |[x]| [s.mul_f32s(x, sigmoid(s, x))]
-        ));
+/// `parts[T, heads · d]` from `fused[T, heads · 3 · d]`, where each head's three lie side by side (MiniMax-01's layout): SiLU of each,
+/// taken apart.
+pub fn silu_apart(fused: &Tensor, d: usize, parts: [&mut Tensor; 3]) {
+    let (rows, width) = (fused.rows(), fused.cols() / 3);
+    let parts = parts.map(|p| {
+        p.resize(&[rows, width]);
+        Rows { data: p.data_mut(), cols: width }
+    });
+    for_rows(rows, 3 * EXPONENTIAL * width, parts, |first, parts| {
+        let fused = &fused.data()[first * 3 * width..];
+        let [a, b, c] = parts.map(|p| p.data.chunks_exact_mut(d));
+        dispatch!(|s| for (fused, ((a, b), c)) in fused.chunks_exact(3 * d).zip(a.zip(b).zip(c)) {
+            for (x, out) in fused.chunks_exact(d).zip([a, b, c]) {
+                zip(
+                    s,
+                    [x],
+                    [out],
+                    #[inline(always)]
+                    |[x]| [s.mul_f32s(x, sigmoid(s, x))],
+                );
+            }
+        });
     });
 }
 
-/// `dx = d_out ⊙ silu'(x)` (overwritten).
-pub fn silu_backward(x: &Tensor, d_out: &Tensor, dx: &mut Tensor) {
-    dx.resize(x.shape());
-    for_rows(x.len(), EXPONENTIAL, elements(dx), |first, dx| {
-        let here = first..first + dx.data.len();
-        let inputs = [&x.data()[here.clone()], &d_out.data()[here]];
-        dispatch!(|s| zip(
-            s,
-            inputs,
-            [dx.data],
-            #[inline(always)]
-            |[x, g]| [s.mul_f32s(g, silu_and_slope(s, x).1)]
-        ));
+/// Backward of [`silu_apart`]: `d_fused` (overwritten) from the gradients of the parts.
+pub fn silu_apart_backward(fused: &Tensor, d: usize, d_parts: [&Tensor; 3], d_fused: &mut Tensor) {
+    let (rows, width) = (fused.rows(), fused.cols() / 3);
+    d_fused.resize(fused.shape());
+    let out = Rows { data: d_fused.data_mut(), cols: 3 * width };
+    for_rows(rows, 3 * EXPONENTIAL * width, out, |first, out| {
+        let fused = &fused.data()[first * 3 * width..];
+        let [a, b, c] = d_parts.map(|p| p.data()[first * width..].chunks_exact(d));
+        let heads = fused.chunks_exact(3 * d).zip(out.data.chunks_exact_mut(3 * d)).zip(a.zip(b).zip(c));
+        dispatch!(|s| for ((fused, out), ((a, b), c)) in heads {
+            for ((x, out), g) in fused.chunks_exact(d).zip(out.chunks_exact_mut(d)).zip([a, b, c]) {
+                zip(
+                    s,
+                    [x, g],
+                    [out],
+                    #[inline(always)]
+                    |[x, g]| [s.mul_f32s(g, silu_and_slope(s, x).1)],
+                );
+            }
+        });
     });
 }
 
@@ -79,29 +96,7 @@ pub fn gated_backward(x: &Tensor, gate: &Tensor, d_out: &Tensor, dx: &mut Tensor
     });
 }
 
-/// `out = silu(gate) ⊙ up`: the product in a SwiGLU feed-forward (Shazeer, arXiv:2002.05202).
-pub fn swiglu(gate: &Tensor, up: &Tensor, out: &mut Tensor) {
-    out.resize(gate.shape());
-    let rows = gate.len();
-    assert_eq!(rows, up.len(), "gate and up agree");
-    for_rows(rows, EXPONENTIAL, elements(out), |first, out| {
-        let here = first..first + out.data.len();
-        swiglu_slice(&gate.data()[here.clone()], &up.data()[here], out.data);
-    });
-}
-
-/// Backward of [`swiglu`]; both gradients are overwritten.
-pub fn swiglu_backward(gate: &Tensor, up: &Tensor, d_out: &Tensor, d_gate: &mut Tensor, d_up: &mut Tensor) {
-    d_gate.resize(gate.shape());
-    d_up.resize(up.shape());
-    for_rows(gate.len(), EXPONENTIAL, (elements(d_gate), elements(d_up)), |first, (d_gate, d_up)| {
-        let here = first..first + d_gate.data.len();
-        let (gate, up, d_out) = (&gate.data()[here.clone()], &up.data()[here.clone()], &d_out.data()[here]);
-        swiglu_backward_slice(gate, up, d_out, d_gate.data, d_up.data);
-    });
-}
-
-/// [`swiglu`] of slices, on this thread.
+/// `out = silu(gate) ⊙ up`, on this thread: the product in a SwiGLU feed-forward (Shazeer, arXiv:2002.05202).
 pub(crate) fn swiglu_slice(gate: &[f32], up: &[f32], out: &mut [f32]) {
     dispatch!(|s| zip(
         s,
@@ -109,20 +104,6 @@ pub(crate) fn swiglu_slice(gate: &[f32], up: &[f32], out: &mut [f32]) {
         [out],
         #[inline(always)]
         |[gate, up]| { [s.mul_f32s(s.mul_f32s(gate, sigmoid(s, gate)), up)] }
-    ));
-}
-
-/// [`swiglu_backward`] of slices, on this thread.
-pub(crate) fn swiglu_backward_slice(gate: &[f32], up: &[f32], d_out: &[f32], d_gate: &mut [f32], d_up: &mut [f32]) {
-    dispatch!(|s| zip(
-        s,
-        [gate, up, d_out],
-        [d_gate, d_up],
-        #[inline(always)]
-        |[gate, up, g]| {
-            let (silu, slope) = silu_and_slope(s, gate);
-            [s.mul_f32s(s.mul_f32s(g, up), slope), s.mul_f32s(g, silu)]
-        }
     ));
 }
 
@@ -165,7 +146,7 @@ fn sigmoid<S: Simd>(s: S, x: S::f32s) -> S::f32s {
 
 /// silu(x) = x σ(x), and silu'(x) = σ(x) + silu(x) · (1 − σ(x)).
 #[inline(always)]
-fn silu_and_slope<S: Simd>(s: S, x: S::f32s) -> (S::f32s, S::f32s) {
+pub(crate) fn silu_and_slope<S: Simd>(s: S, x: S::f32s) -> (S::f32s, S::f32s) {
     let open = sigmoid(s, x);
     let silu = s.mul_f32s(x, open);
     (silu, s.mul_add_f32s(silu, s.sub_f32s(s.splat_f32s(1.0), open), open))
@@ -237,27 +218,39 @@ mod tests {
             let (x, y, g) = (spread(1), spread(2), random(3, &[len]));
             let (mut a, mut b) = (Tensor::default(), Tensor::default());
             let (rtol, atol) = (1e-5, 1e-30);
-            silu(&x, &mut a);
-            assert_close(a.data(), &twin(&[&x], |v| plain::silu(v[0])), rtol, atol);
             let slope_atol = 1e-6 * f64::from(scale); // the slope cancels where it crosses 0
-            silu_backward(&x, &g, &mut a);
-            assert_close(a.data(), &twin(&[&x, &g], |v| v[1] * plain::silu_slope(v[0])), rtol, slope_atol);
             gated(&x, &y, &mut a);
             assert_close(a.data(), &twin(&[&x, &y], |v| v[0] * plain::sigmoid(v[1])), rtol, atol);
             gated_backward(&x, &y, &g, &mut a, &mut b);
             assert_close(a.data(), &twin(&[&y, &g], |v| v[1] * plain::sigmoid(v[0])), rtol, atol);
             let d_gate = |v: &[f32]| v[2] * v[0] * plain::sigmoid(v[1]) * (1.0 - plain::sigmoid(v[1]));
             assert_close(b.data(), &twin(&[&x, &y, &g], d_gate), rtol, slope_atol);
-            swiglu(&x, &y, &mut a);
+            swiglu_slice(x.data(), y.data(), a.data_mut());
             assert_close(a.data(), &twin(&[&x, &y], |v| plain::silu(v[0]) * v[1]), rtol, atol);
-            swiglu_backward(&x, &y, &g, &mut a, &mut b);
-            let d_gate = |v: &[f32]| v[2] * v[1] * plain::silu_slope(v[0]);
-            assert_close(a.data(), &twin(&[&x, &y, &g], d_gate), rtol, slope_atol * f64::from(scale));
-            assert_close(b.data(), &twin(&[&x, &g], |v| v[1] * plain::silu(v[0])), rtol, atol);
             combine(1.5, &x, -0.5, &y, &mut a);
             assert_close(a.data(), &twin(&[&x, &y], |v| 1.5 * v[0] - 0.5 * v[1]), rtol, slope_atol);
             add_scaled(0.25, &g, &mut a);
             assert_close(a.data(), &twin(&[&x, &y, &g], |v| 1.5 * v[0] - 0.5 * v[1] + 0.25 * v[2]), rtol, slope_atol);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn parts_are_taken_from_their_heads(rows in 0usize..9, heads in 1usize..4, d in 1usize..40) {
+            let (fused, g) = (random(1, &[rows, heads * 3 * d]), random(2, &[rows, heads * 3 * d]));
+            let part = |t: &Tensor, which: usize| -> Vec<f32> {
+                t.data().chunks_exact(3 * d).flat_map(|head| head[which * d..(which + 1) * d].to_vec()).collect()
+            };
+            let [mut a, mut b, mut c, mut d_fused] = [(); 4].map(|()| Tensor::default());
+            silu_apart(&fused, d, [&mut a, &mut b, &mut c]);
+            for (which, found) in [&a, &b, &c].into_iter().enumerate() {
+                let truth: Vec<f32> = part(&fused, which).into_iter().map(plain::silu).collect();
+                assert_close(found.data(), &truth, 1e-5, 1e-30);
+            }
+            let d_parts = [0, 1, 2].map(|which| Tensor::from_vec(part(&g, which), &[rows, heads * d]));
+            silu_apart_backward(&fused, d, d_parts.each_ref(), &mut d_fused);
+            assert_close(d_fused.data(), &twin(&[&fused, &g], |v| v[1] * plain::silu_slope(v[0])), 1e-5, 1e-6);
         }
     }
 
@@ -278,26 +271,25 @@ mod tests {
                 }
             };
 
-            silu_backward(&x, &g, &mut a);
-            let found = oracle::autograd(&[&x], &[&g], |v| Ok(vec![(&v[0] * candle_sigmoid(&v[0])?)?]));
-            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
-            oracle::assert_slopes(&[&x], &[&g], &[&a], 1e-2, 1e-3, |v| {
-                let mut out = Tensor::default();
-                silu(&v[0], &mut out);
-                vec![out]
+            let [mut q, mut k, mut v] = [(); 3].map(|()| Tensor::default());
+            let fused = random(4, &[len, 6]);
+            let d_parts = [5, 6, 7].map(|seed| random(seed, &[len, 2]));
+            silu_apart_backward(&fused, 1, d_parts.each_ref(), &mut a);
+            let found = oracle::autograd(&[&fused], &d_parts.each_ref(), |v| {
+                let silu = (&v[0] * candle_sigmoid(&v[0])?)?.reshape((len, 2, 3))?;
+                (0..3).map(|part| silu.narrow(2, part, 1)?.reshape((len, 2))).collect()
             });
+            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
+            silu_apart(&fused, 1, [&mut q, &mut k, &mut v]);
+            for (part, truth) in [q, k, v].iter().zip(&found.outputs) {
+                assert_close(part.data(), truth, 1e-5, 1e-6);
+            }
 
             gated_backward(&x, &y, &g, &mut a, &mut b);
             let found = oracle::autograd(&[&x, &y], &[&g], |v| Ok(vec![(&v[0] * candle_sigmoid(&v[1])?)?]));
             assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
             assert_close(b.data(), &found.gradients[1], 1e-5, 1e-6);
             oracle::assert_slopes(&[&x, &y], &[&g], &[&a, &b], 1e-2, 1e-3, run(gated));
-
-            swiglu_backward(&x, &y, &g, &mut a, &mut b);
-            let found = oracle::autograd(&[&x, &y], &[&g], |v| Ok(vec![((&v[0] * candle_sigmoid(&v[0])?)? * &v[1])?]));
-            assert_close(a.data(), &found.gradients[0], 1e-5, 1e-6);
-            assert_close(b.data(), &found.gradients[1], 1e-5, 1e-6);
-            oracle::assert_slopes(&[&x, &y], &[&g], &[&a, &b], 1e-2, 1e-3, run(swiglu));
         }
     }
 
@@ -306,7 +298,7 @@ mod tests {
         let (x, y) = (random(1, &[9001]), random(2, &[9001]));
         let run = |threads| {
             let mut out = Tensor::default();
-            Pool::new(threads).expect("threads").run(|| swiglu(&x, &y, &mut out));
+            Pool::new(threads).expect("threads").run(|| gated(&x, &y, &mut out));
             out
         };
         let whole = run(1);
@@ -314,7 +306,7 @@ mod tests {
         for i in [0, 7, 8999, 9000] {
             let one = |t: &Tensor| Tensor::from_vec(vec![t.data()[i]], &[1]);
             let mut out = Tensor::default();
-            swiglu(&one(&x), &one(&y), &mut out);
+            gated(&one(&x), &one(&y), &mut out);
             assert_eq!(out.data()[0], whole.data()[i]);
         }
     }

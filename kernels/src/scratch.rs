@@ -9,12 +9,17 @@ thread_local! {
 
 /// Lends `work` a slice of `len` floats with unspecified contents. Calls may nest.
 pub(crate) fn with<R>(len: usize, work: impl FnOnce(&mut [f32]) -> R) -> R {
-    let mut buffer = FREE.with(|free| free.borrow_mut().pop()).unwrap_or_default();
+    let mut buffer = FREE.with_borrow_mut(|free| {
+        // The least that is enough; else the greatest grows, so that few buffers are ever large.
+        let fits = free.iter().enumerate().filter(|(_, b)| b.len() >= len).min_by_key(|(_, b)| b.len());
+        let best = fits.or_else(|| free.iter().enumerate().max_by_key(|(_, b)| b.len()));
+        best.map(|(i, _)| i).map_or_else(Vec::new, |i| free.swap_remove(i))
+    });
     if buffer.len() < len {
         buffer.resize(len, 0.0);
     }
     let result = work(&mut buffer[..len]);
-    FREE.with(|free| free.borrow_mut().push(buffer));
+    FREE.with_borrow_mut(|free| free.push(buffer));
     result
 }
 

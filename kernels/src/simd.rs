@@ -23,7 +23,6 @@ pub const LANES: usize = 16;
 pub fn instruction_set() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     match pulp::Arch::new() {
-        #[cfg(feature = "avx512")]
         pulp::Arch::V4(_) => return "AVX-512",
         pulp::Arch::V3(_) => return "AVX2 with FMA",
         _ => {}
@@ -41,7 +40,6 @@ pub fn instruction_set() -> &'static str {
 macro_rules! dispatch {
     (|$s:ident| $work:expr) => {
         match pulp::Arch::new() {
-            #[cfg(feature = "avx512")]
             pulp::Arch::V4($s) => $crate::simd::vectorized!($s, $work),
             pulp::Arch::V3($s) => $crate::simd::vectorized!($s, $work),
             _ => {

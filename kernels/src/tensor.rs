@@ -1,22 +1,38 @@
-//! The thin tensor: a shape and row-major f32 storage on the host. It computes nothing; operations are modules.
+//! The thin tensor: a shape and row-major storage on the host. It computes nothing; operations are modules.
 
-/// A dense row-major f32 tensor. Fields are private so that other dtypes and devices can come without moving callers.
+use crate::matrix::pair;
+
+/// The numbers that products multiply; they always add in f32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// 32 bits.
+    #[default]
+    F32,
+    /// Rounded to bfloat16 where the processor multiplies it (AVX512-BF16); f32 elsewhere.
+    Bf16,
+}
+
+/// A dense row-major f32 tensor. Products with a weight or into a weight's gradient run in its [`Dtype`]; a weight may
+/// keep its elements rounded beside them, so that decoding reads half the bytes.
 #[derive(Clone, Debug, PartialEq, Default)]
 pub struct Tensor {
     shape: Vec<usize>,
     data: Vec<f32>,
+    dtype: Dtype,
+    /// Each matrix `[in, out]` of the tensor as `[in / 2, out]` pairs of bf16; empty where there are none.
+    pairs: Vec<u32>,
 }
 
 impl Tensor {
     /// A tensor of zeros.
     pub fn zeros(shape: &[usize]) -> Self {
-        Self { shape: shape.to_vec(), data: vec![0.0; shape.iter().product()] }
+        Self { shape: shape.to_vec(), data: vec![0.0; shape.iter().product()], ..Self::default() }
     }
 
     /// Takes `data` as it lies. Panics if its length is not the product of `shape`: a programmer's error.
     pub fn from_vec(data: Vec<f32>, shape: &[usize]) -> Self {
         assert_eq!(data.len(), shape.iter().product::<usize>(), "shape {shape:?} does not fit the data");
-        Self { shape: shape.to_vec(), data }
+        Self { shape: shape.to_vec(), data, ..Self::default() }
     }
 
     /// The shape, outermost first.
@@ -49,9 +65,53 @@ impl Tensor {
         &self.data
     }
 
-    /// The elements, row-major, mutable.
+    /// The elements, row-major, mutable. Rounded ones are forgotten: [`Self::round`] makes them anew.
     pub fn data_mut(&mut self) -> &mut [f32] {
+        self.pairs.clear();
         &mut self.data
+    }
+
+    /// What products with this tensor multiply.
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Sets what products with this tensor multiply.
+    pub fn set_dtype(&mut self, dtype: Dtype) {
+        self.dtype = dtype;
+        self.pairs.clear();
+    }
+
+    /// Keeps the elements of a bf16 tensor of matrices rounded beside them; nothing else has them.
+    pub fn round(&mut self) {
+        self.pairs.clear();
+        let [.., rows, cols] = self.shape[..] else { return };
+        if self.dtype == Dtype::F32 || !crate::bf16_available() || self.data.is_empty() {
+            return;
+        }
+        for matrix in self.data.chunks_exact(rows * cols) {
+            for two in matrix.chunks(2 * cols) {
+                let (first, second) = two.split_at(cols);
+                match second {
+                    [] => self.pairs.extend(first.iter().map(|&x| pair(x, 0.0))),
+                    second => self.pairs.extend(first.iter().zip(second).map(|(&x, &y)| pair(x, y))),
+                }
+            }
+        }
+    }
+
+    /// Elements, their rounded pairs and the width of a line, for writing, where the pairs are kept and no line is without another.
+    pub(crate) fn with_pairs_mut(&mut self) -> Option<(&mut [f32], &mut [u32], usize)> {
+        let [.., rows, cols] = self.shape[..] else { return None };
+        let kept = rows % 2 == 0 && !self.pairs.is_empty();
+        kept.then_some((&mut self.data[..], &mut self.pairs[..], cols))
+    }
+
+    /// The rounded pairs of matrix `i` of the stack that this tensor is, `[in / 2, out]`, where they are kept.
+    pub(crate) fn pairs_of(&self, i: usize) -> Option<&[u32]> {
+        let [.., rows, cols] = self.shape[..] else { return None };
+        let len = rows.div_ceil(2) * cols;
+        self.pairs.get(i * len..(i + 1) * len).filter(|pairs| !pairs.is_empty())
     }
 
     /// Row `i` of the matrix of [`Self::rows`] × [`Self::cols`].
@@ -63,18 +123,19 @@ impl Tensor {
     /// Row `i`, mutable.
     pub fn row_mut(&mut self, i: usize) -> &mut [f32] {
         let c = self.cols();
-        &mut self.data[i * c..(i + 1) * c]
+        &mut self.data_mut()[i * c..(i + 1) * c]
     }
 
     /// Gives the tensor another shape, keeping its allocation where it suffices. Contents are unspecified after.
     pub fn resize(&mut self, shape: &[usize]) {
         self.shape.clear();
         self.shape.extend_from_slice(shape);
+        self.pairs.clear();
         self.data.resize(shape.iter().product(), 0.0);
     }
 
     /// Sets every element.
     pub fn fill(&mut self, value: f32) {
-        self.data.fill(value);
+        self.data_mut().fill(value);
     }
 }

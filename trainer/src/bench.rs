@@ -246,7 +246,7 @@ fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
     }))?;
 
     let count = 16 << 20;
-    let grad = vec![1e-3f32; count];
+    let mut grad = vec![1e-3f32; count];
     let (mut param, mut first, mut second) = (vec![0.1f32; count], vec![0.0f32; count], vec![0.0f32; count]);
     let settings = AdamW { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-15, weight_decay: 0.1 };
     let mut t = 0;
@@ -254,7 +254,7 @@ fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
     let work = Work { bytes: 28.0 * count as f64, ..Work::default() };
     see(machine.measure("AdamW", format!("{count} parameters"), work, || {
         t += 1;
-        adamw::step(settings, t, 1.0, &mut param, &grad, &mut first, &mut second);
+        adamw::step(settings, t, 1.0, &mut param, &mut grad, &mut first, &mut second);
     }))?;
 
     for length in [4096, 65_536] {

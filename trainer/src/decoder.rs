@@ -92,7 +92,8 @@ impl Decoder {
     }
 
     /// A decoder of tensors made after the config's plans.
-    pub(crate) fn from_parts(config: ModelConfig, weights: Weights, buffers: Weights) -> Self {
+    pub(crate) fn from_parts(config: ModelConfig, mut weights: Weights, buffers: Weights) -> Self {
+        weights.set_dtype(config.dtype.into());
         let index = Index::new(&config, &weights, &buffers);
         Self { config, weights, buffers, index }
     }

@@ -183,7 +183,7 @@ impl LanguageModel for Engine {
         identity.insert("model".into(), self.model_hash.clone().into());
         identity.insert("checkpoint".into(), self.checkpoint_hash.clone().into());
         identity.insert("engine".into(), concat!("hone-trainer ", env!("CARGO_PKG_VERSION")).into());
-        identity.insert("dtype".into(), "f32".into());
+        identity.insert("dtype".into(), self.decoder.config.dtype.here().into());
         identity.insert("device".into(), "cpu".into());
         // Bits are promised for one instruction set and one segmentation.
         let instructions = format!("{} {}", std::env::consts::ARCH, instruction_set());

@@ -2,7 +2,6 @@
 //! scaled. How rows see each other (a forest, or caches while decoding) is the caller's [`Mixing`]; all else is per row.
 
 use hone_kernels::{Forest, Tensor, experts, lightning, linear, norm, pointwise, rope, router, softmax};
-use rayon::prelude::*;
 
 use crate::config::{ModelConfig, Norm, Router};
 use crate::weights::{FeedIndex, LayerIndex, MixerIndex, Weights};
@@ -63,16 +62,15 @@ impl Mixing for OverForest<'_> {
     }
 }
 
-/// What a layer's forward leaves for its backward; T rows, W = heads · head_dim.
+/// What a layer's forward leaves for its backward; T rows, W = heads · head_dim. What follows from these by pointwise work is made
+/// again there.
 #[derive(Default)]
 pub(crate) struct Activations {
-    /// Normed input `[T, H]`.
-    h1: Tensor,
-    /// Queries `[T, W]`, as attention sees them.
+    /// Softmax: queries `[T, W]`, as attention sees them.
     q: Tensor,
-    /// Keys `[T, W]` or `[T, KV]`.
+    /// Softmax: keys `[T, KV]`.
     k: Tensor,
-    /// Values, as wide as keys.
+    /// Softmax: values, as wide as keys.
     v: Tensor,
     /// Softmax with QK-norm: queries and keys before it.
     raw: [Tensor; 2],
@@ -82,16 +80,10 @@ pub(crate) struct Activations {
     lse: Tensor,
     /// Lightning: the fused projection before SiLU, `[T, 3W]`.
     qkv: Tensor,
-    /// Lightning: `mixed` after its norm, `[T, W]`.
-    normed: Tensor,
     /// Lightning: the gate before its sigmoid, `[T, W]`.
     gate: Tensor,
-    /// Lightning: `normed` gated, `[T, W]`.
-    gated: Tensor,
     /// The residual stream between mixer and feed-forward, `[T, H]`.
     mid: Tensor,
-    /// `mid` after its norm, `[T, H]`.
-    h2: Tensor,
     /// The experts chosen.
     pub routes: router::Routes,
     /// Rows by expert.
@@ -101,9 +93,15 @@ pub(crate) struct Activations {
 /// Arrays that live no longer than a layer's pass, shared by all layers.
 #[derive(Default)]
 pub(crate) struct Scratch {
+    /// Normed input of the mixer, and of the feed-forward, `[T, H]`.
+    h1: Tensor,
+    h2: Tensor,
+    /// Lightning's queries, keys and values, `[T, W]`.
+    qkv: [Tensor; 3],
+    /// Lightning's output after its norm, and gated, `[T, W]`.
+    normed: Tensor,
+    gated: Tensor,
     branch: Tensor,
-    wide: Tensor,
-    wide2: Tensor,
     logits: Tensor,
     filled: Vec<u32>,
     // backward
@@ -112,6 +110,7 @@ pub(crate) struct Scratch {
     d_mid: Tensor,
     part: Tensor,
     d_width: [Tensor; 3],
+    d_fused: Tensor,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -163,19 +162,20 @@ impl Layer<'_> {
         out: &mut Tensor,
     ) {
         let c = self.config;
-        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, &mut act.h1);
+        let h1 = &mut scratch.h1;
+        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, h1);
         match &self.index.mixer {
             MixerIndex::Softmax { q, k, v, o, norms } => {
                 if let Some((q_norm, k_norm)) = norms {
-                    linear::forward(&act.h1, self.w(*q), &mut act.raw[0]);
-                    linear::forward(&act.h1, self.w(*k), &mut act.raw[1]);
+                    linear::forward(h1, self.w(*q), &mut act.raw[0]);
+                    linear::forward(h1, self.w(*k), &mut act.raw[1]);
                     norm::forward(&act.raw[0], self.w(*q_norm), c.norm_eps, &mut act.q);
                     norm::forward(&act.raw[1], self.w(*k_norm), c.norm_eps, &mut act.k);
                 } else {
-                    linear::forward(&act.h1, self.w(*q), &mut act.q);
-                    linear::forward(&act.h1, self.w(*k), &mut act.k);
+                    linear::forward(h1, self.w(*q), &mut act.q);
+                    linear::forward(h1, self.w(*k), &mut act.k);
                 }
-                linear::forward(&act.h1, self.w(*v), &mut act.v);
+                linear::forward(h1, self.w(*v), &mut act.v);
                 if c.rotary_dim > 0 {
                     rope::forward(&mut act.q, positions, c.head_dim, c.rotary_dim, c.rope_theta);
                     rope::forward(&mut act.k, positions, c.head_dim, c.rotary_dim, c.rope_theta);
@@ -184,35 +184,35 @@ impl Layer<'_> {
                 linear::forward(&act.mixed, self.w(*o), &mut scratch.branch);
             }
             MixerIndex::Lightning { heads, qkv, gate, out: out_proj, norm: out_norm } => {
-                linear::forward(&act.h1, self.w(*qkv), &mut act.qkv);
-                pointwise::silu(&act.qkv, &mut scratch.wide);
-                split_heads(&scratch.wide, c.head_dim, [&mut act.q, &mut act.k, &mut act.v]);
-                mixing.lightning(self.number, heads, &act.q, &act.k, &act.v, &mut act.mixed);
-                norm::forward(&act.mixed, self.w(*out_norm), OUTPUT_NORM_EPS, &mut act.normed);
-                linear::forward(&act.h1, self.w(*gate), &mut act.gate);
-                pointwise::gated(&act.normed, &act.gate, &mut act.gated);
-                linear::forward(&act.gated, self.w(*out_proj), &mut scratch.branch);
+                linear::forward(h1, self.w(*qkv), &mut act.qkv);
+                let [q, k, v] = &mut scratch.qkv;
+                pointwise::silu_apart(&act.qkv, c.head_dim, [q, k, v]);
+                mixing.lightning(self.number, heads, q, k, v, &mut act.mixed);
+                norm::forward(&act.mixed, self.w(*out_norm), OUTPUT_NORM_EPS, &mut scratch.normed);
+                linear::forward(h1, self.w(*gate), &mut act.gate);
+                pointwise::gated(&scratch.normed, &act.gate, &mut scratch.gated);
+                linear::forward(&scratch.gated, self.w(*out_proj), &mut scratch.branch);
             }
         }
         match c.norm {
             Norm::Pre => pointwise::combine(1.0, x, 1.0, &scratch.branch, &mut act.mid),
-            Norm::Post { alpha, beta } => pointwise::combine(alpha, &act.h1, beta, &scratch.branch, &mut act.mid),
+            Norm::Post { alpha, beta } => pointwise::combine(alpha, h1, beta, &scratch.branch, &mut act.mid),
         }
 
-        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut act.h2);
+        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut scratch.h2);
         self.route(replay, act, scratch);
         let FeedIndex { w1, w3, w2, .. } = self.index.feed;
         let weights = experts::Experts { w1: self.w(w1), w3: self.w(w3), w2: self.w(w2) };
-        experts::forward(weights, &act.h2, &act.routes, &mut act.grouped, &mut scratch.branch);
+        experts::forward(weights, &scratch.h2, &act.routes, &mut act.grouped, &mut scratch.branch);
         match c.norm {
             Norm::Pre => pointwise::combine(1.0, &act.mid, 1.0, &scratch.branch, out),
-            Norm::Post { alpha, beta } => pointwise::combine(alpha, &act.h2, beta, &scratch.branch, out),
+            Norm::Post { alpha, beta } => pointwise::combine(alpha, &scratch.h2, beta, &scratch.branch, out),
         }
     }
 
     /// Chooses experts. A dense feed-forward is one expert that every row takes with weight 1.
     fn route(&self, replay: Option<&[u32]>, act: &mut Activations, scratch: &mut Scratch) {
-        let rows = act.h2.rows();
+        let rows = scratch.h2.rows();
         let Some(gate) = self.index.feed.gate else {
             act.routes.k = 1;
             act.routes.experts.clear();
@@ -221,7 +221,7 @@ impl Layer<'_> {
             act.routes.weights.resize(rows, 1.0);
             return;
         };
-        linear::forward(&act.h2, self.w(gate), &mut scratch.logits);
+        linear::forward(&scratch.h2, self.w(gate), &mut scratch.logits);
         let bias = self.index.feed.bias.map(|b| self.buffers.at(b).data());
         let k = self.config.experts_per_token;
         let own = |replay, routes: &mut _| router::forward(self.scoring(), &scratch.logits, bias, k, replay, routes);
@@ -254,6 +254,7 @@ impl Layer<'_> {
     ) -> f32 {
         let c = self.config;
         let s = scratch;
+        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut s.h2);
         // The feed-forward: d_h is the gradient of h2.
         let (alpha, beta) = match c.norm {
             Norm::Pre => (1.0, 1.0),
@@ -264,7 +265,16 @@ impl Layer<'_> {
         let weights = experts::Experts { w1: self.w(w1), w3: self.w(w3), w2: self.w(w2) };
         let [g1, g3, g2] = grads.several_mut([w1, w3, w2]);
         let expert_grads = experts::ExpertGrads { w1: g1, w3: g3, w2: g2 };
-        experts::backward(weights, &act.routes, &act.grouped, d_branch, &mut s.d_h, &mut s.d_weights, expert_grads);
+        experts::backward(
+            weights,
+            &s.h2,
+            &act.routes,
+            &act.grouped,
+            d_branch,
+            &mut s.d_h,
+            &mut s.d_weights,
+            expert_grads,
+        );
         let mut balance = 0.0;
         if let Some(gate) = gate {
             let d_scores = if aux == 0.0 {
@@ -277,14 +287,14 @@ impl Layer<'_> {
                 Some(&s.d_scores)
             };
             router::backward(self.scoring(), &act.routes, &s.d_weights, d_scores, &mut s.d_logits);
-            linear::backward_weight(&act.h2, &s.d_logits, grads.at_mut(gate));
-            linear::backward_input(&s.d_logits, self.w(gate), &mut s.part);
-            pointwise::add_scaled(1.0, &s.part, &mut s.d_h);
+            linear::backward_weight(&s.h2, &s.d_logits, grads.at_mut(gate));
+            linear::backward_input_add(&s.d_logits, self.w(gate), &mut s.d_h);
         }
         let post = self.index.post_norm;
         self.norm_backward(&act.mid, post, alpha, d_x, &mut s.d_h, &mut s.part, &mut s.d_mid, grads);
 
         // The mixer: d_h becomes the gradient of h1.
+        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, &mut s.h1);
         let d_branch = scaled(beta, &s.d_mid, &mut s.d_branch);
         match &self.index.mixer {
             MixerIndex::Softmax { q, k, v, o, norms } => {
@@ -316,20 +326,20 @@ impl Layer<'_> {
                 } else {
                     (&s.dq, &s.dk)
                 };
-                linear::backward_weight(&act.h1, dq, grads.at_mut(*q));
-                linear::backward_weight(&act.h1, dk, grads.at_mut(*k));
-                linear::backward_weight(&act.h1, &s.dv, grads.at_mut(*v));
+                linear::backward_weight(&s.h1, dq, grads.at_mut(*q));
+                linear::backward_weight(&s.h1, dk, grads.at_mut(*k));
+                linear::backward_weight(&s.h1, &s.dv, grads.at_mut(*v));
                 linear::backward_input(dq, self.w(*q), &mut s.d_h);
-                for (d, w) in [(dk, *k), (&s.dv, *v)] {
-                    linear::backward_input(d, self.w(w), &mut s.part);
-                    pointwise::add_scaled(1.0, &s.part, &mut s.d_h);
-                }
+                linear::backward_input_add(dk, self.w(*k), &mut s.d_h);
+                linear::backward_input_add(&s.dv, self.w(*v), &mut s.d_h);
             }
             MixerIndex::Lightning { heads, qkv, gate, out, norm: out_norm } => {
                 let [d_gated, d_normed, d_gate] = &mut s.d_width;
-                linear::backward_weight(&act.gated, d_branch, grads.at_mut(*out));
+                norm::forward(&act.mixed, self.w(*out_norm), OUTPUT_NORM_EPS, &mut s.normed);
+                pointwise::gated(&s.normed, &act.gate, &mut s.gated);
+                linear::backward_weight(&s.gated, d_branch, grads.at_mut(*out));
                 linear::backward_input(d_branch, self.w(*out), d_gated);
-                pointwise::gated_backward(&act.normed, &act.gate, d_gated, d_normed, d_gate);
+                pointwise::gated_backward(&s.normed, &act.gate, d_gated, d_normed, d_gate);
                 let d_mixed = d_gated; // free again
                 norm::backward(
                     &act.mixed,
@@ -339,14 +349,14 @@ impl Layer<'_> {
                     d_mixed,
                     grads.at_mut(*out_norm),
                 );
-                lightning::backward(heads, forest, &act.q, &act.k, &act.v, d_mixed, &mut s.dq, &mut s.dk, &mut s.dv);
-                merge_heads([&s.dq, &s.dk, &s.dv], c.head_dim, &mut s.wide);
-                pointwise::silu_backward(&act.qkv, &s.wide, &mut s.wide2);
-                linear::backward_weight(&act.h1, &s.wide2, grads.at_mut(*qkv));
-                linear::backward_weight(&act.h1, d_gate, grads.at_mut(*gate));
-                linear::backward_input(&s.wide2, self.w(*qkv), &mut s.d_h);
-                linear::backward_input(d_gate, self.w(*gate), &mut s.part);
-                pointwise::add_scaled(1.0, &s.part, &mut s.d_h);
+                let [q, k, v] = &mut s.qkv;
+                pointwise::silu_apart(&act.qkv, c.head_dim, [q, k, v]);
+                lightning::backward(heads, forest, q, k, v, d_mixed, &mut s.dq, &mut s.dk, &mut s.dv);
+                pointwise::silu_apart_backward(&act.qkv, c.head_dim, [&s.dq, &s.dk, &s.dv], &mut s.d_fused);
+                linear::backward_weight(&s.h1, &s.d_fused, grads.at_mut(*qkv));
+                linear::backward_weight(&s.h1, d_gate, grads.at_mut(*gate));
+                linear::backward_input(&s.d_fused, self.w(*qkv), &mut s.d_h);
+                linear::backward_input_add(d_gate, self.w(*gate), &mut s.d_h);
             }
         }
         let input = self.index.input_norm;
@@ -388,39 +398,4 @@ fn scaled<'a>(beta: f32, d: &'a Tensor, out: &'a mut Tensor) -> &'a Tensor {
     }
     pointwise::combine(beta, d, 0.0, d, out);
     out
-}
-
-/// Rows a task when heads are split or merged: enough to be worth a task.
-const ROWS: usize = 64;
-
-/// Takes `[T, heads · 3 · d]`, where each head's q, k and v lie side by side (MiniMax-01's layout), apart into three `[T, heads · d]`.
-fn split_heads(fused: &Tensor, d: usize, parts: [&mut Tensor; 3]) {
-    let (rows, width) = (fused.rows(), fused.cols() / 3);
-    let [q, k, v] = parts.map(|p| {
-        p.resize(&[rows, width]);
-        p.data_mut().par_chunks_mut(ROWS * width)
-    });
-    q.zip(k).zip(v).zip(fused.data().par_chunks(ROWS * 3 * width)).for_each(|(((q, k), v), fused)| {
-        let heads = q.chunks_exact_mut(d).zip(k.chunks_exact_mut(d)).zip(v.chunks_exact_mut(d));
-        for (((q, k), v), fused) in heads.zip(fused.chunks_exact(3 * d)) {
-            q.copy_from_slice(&fused[..d]);
-            k.copy_from_slice(&fused[d..2 * d]);
-            v.copy_from_slice(&fused[2 * d..]);
-        }
-    });
-}
-
-/// The inverse of [`split_heads`].
-fn merge_heads(parts: [&Tensor; 3], d: usize, fused: &mut Tensor) {
-    let (rows, width) = (parts[0].rows(), parts[0].cols());
-    fused.resize(&[rows, 3 * width]);
-    let [q, k, v] = parts.map(|p| p.data().par_chunks(ROWS * width));
-    fused.data_mut().par_chunks_mut(ROWS * 3 * width).zip(q).zip(k).zip(v).for_each(|(((fused, q), k), v)| {
-        let heads = q.chunks_exact(d).zip(k.chunks_exact(d)).zip(v.chunks_exact(d));
-        for (fused, ((q, k), v)) in fused.chunks_exact_mut(3 * d).zip(heads) {
-            fused[..d].copy_from_slice(q);
-            fused[d..2 * d].copy_from_slice(k);
-            fused[2 * d..].copy_from_slice(v);
-        }
-    });
 }

@@ -117,12 +117,11 @@ impl Learner {
     /// Candidate, where the gradient is not finite; the weights are then as before.
     pub fn update(&mut self, highest: f64, progress: f64) -> Result<Step> {
         let lr = learning_rate(&self.spec, highest, self.optimizer.updates + 1, progress);
-        let update = self.optimizer.update(&mut self.decoder.weights, &self.grads, lr);
+        let update = self.optimizer.update(&mut self.decoder.weights, &mut self.grads, lr);
         let update = update.ok_or_else(|| diverged("the gradient is not finite"))?;
         self.load.steer(&mut self.decoder.buffers, self.spec.bias_rate);
         let (max_load, min_load) = self.load.extremes();
         let balance = (self.decoder.config.experts > 0).then_some(self.balance);
-        self.grads.clear();
         self.load.counts.fill(0);
         self.balance = 0.0;
         Ok(Step { update, lr, balance, max_load, min_load })

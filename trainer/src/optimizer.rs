@@ -5,7 +5,7 @@ use crate::{
     decoder::Weights,
     recipe::{OptimizerSpec, Schedule},
 };
-use hone_kernels::adamw::{self, AdamW};
+use hone_kernels::adamw::{self, AdamW, Survey};
 
 /// AdamW's moments and its count of updates.
 pub struct Optimizer {
@@ -37,18 +37,20 @@ impl Optimizer {
         Self { spec, first: weights.zeros_like(), second: weights.zeros_like(), updates: 0 }
     }
 
-    /// One update of `weights` at learning rate `lr`. Matrices decay; vectors (norms) do not. Where the gradient is not
-    /// finite nothing is changed and the answer is None.
-    pub fn update(&mut self, weights: &mut Weights, grads: &Weights, lr: f64) -> Option<Update> {
-        let norm = grads.iter().map(|(_, g)| adamw::sum_of_squares(g.data())).sum::<f64>().sqrt();
+    /// One update of `weights` at learning rate `lr`; the gradient is 0 afterwards. Matrices decay; vectors (norms) do not.
+    /// Where the gradient is not finite nothing is changed and the answer is None.
+    pub fn update(&mut self, weights: &mut Weights, grads: &mut Weights, lr: f64) -> Option<Update> {
+        let each = grads.iter().zip(self.first.iter()).map(|((_, g), (_, m))| adamw::survey(g.data(), m.data()));
+        let seen = each.fold(Survey::default(), |a, b| a + b);
+        let norm = seen.squares.sqrt();
         if !norm.is_finite() {
             return None;
         }
         let scale = if norm > self.spec.clip { self.spec.clip / norm } else { 1.0 };
-        let (under_eps, cosine) = self.compare(grads, norm, scale);
         self.updates += 1;
+        let mut small = 0;
         let moments = self.first.iter_mut().zip(self.second.iter_mut());
-        for (((_, w), (_, g)), ((_, m), (_, v))) in weights.iter_mut().zip(grads.iter()).zip(moments) {
+        for (((_, w), (_, g)), ((_, m), (_, v))) in weights.iter_mut().zip(grads.iter_mut()).zip(moments) {
             let decays = w.shape().len() > 1;
             let settings = AdamW {
                 lr: lr as f32,
@@ -56,32 +58,11 @@ impl Optimizer {
                 eps: self.spec.eps as f32,
                 weight_decay: if decays { self.spec.weight_decay as f32 } else { 0.0 },
             };
-            adamw::step(settings, self.updates, scale as f32, w.data_mut(), g.data(), m.data_mut(), v.data_mut());
+            small += adamw::step_tensor(settings, self.updates, scale as f32, w, [g, m, v]);
         }
-        Some(Update { norm, scale, under_eps, cosine })
-    }
-
-    /// (share under ε, cosine with the first moment) in one pass over both.
-    fn compare(&self, grads: &Weights, norm: f64, scale: f64) -> (f64, f64) {
-        const LANES: usize = 8; // separate sums, so that one addition need not wait for the last
-        let bound = (self.spec.eps / scale) as f32;
-        let (mut small, mut nonzero) = ([0u32; LANES], [0u32; LANES]);
-        let (mut dot, mut square) = ([0f64; LANES], [0f64; LANES]);
-        for ((_, g), (_, m)) in grads.iter().zip(self.first.iter()) {
-            for (g, m) in g.data().chunks(LANES).zip(m.data().chunks(LANES)) {
-                for (lane, (&g, &m)) in g.iter().zip(m).enumerate() {
-                    let present = g != 0.0;
-                    nonzero[lane] += u32::from(present);
-                    small[lane] += u32::from(present && g.abs() < bound);
-                    dot[lane] += f64::from(g) * f64::from(m);
-                    square[lane] += f64::from(m) * f64::from(m);
-                }
-            }
-        }
-        let count = |of: [u32; LANES]| of.iter().map(|&n| f64::from(n)).sum::<f64>();
-        let length = norm * square.iter().sum::<f64>().sqrt();
-        let cosine = if length > 0.0 { dot.iter().sum::<f64>() / length } else { 0.0 };
-        (count(small) / count(nonzero).max(1.0), cosine)
+        let length = norm * seen.moment_squares.sqrt();
+        let cosine = if length > 0.0 { seen.along / length } else { 0.0 };
+        Some(Update { norm, scale, under_eps: small as f64 / seen.nonzero.max(1) as f64, cosine })
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use hone_kernels::{Tensor, lightning};
+use hone_kernels::{Dtype, Tensor, lightning};
 use hone_runs::draws;
 use rand::RngExt;
 
@@ -18,10 +18,14 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Zeros of the same names and shapes.
+    /// Zeros of the same names, shapes and dtypes.
     pub fn zeros_like(&self) -> Self {
-        let tensors = self.tensors.iter().map(|t| Tensor::zeros(t.shape())).collect();
-        Self { names: self.names.clone(), tensors }
+        let zeros = |t: &Tensor| {
+            let mut zeros = Tensor::zeros(t.shape());
+            zeros.set_dtype(t.dtype());
+            zeros
+        };
+        Self { names: self.names.clone(), tensors: self.tensors.iter().map(zeros).collect() }
     }
     /// Sets all to zero.
     pub fn clear(&mut self) {
@@ -198,6 +202,20 @@ pub(crate) fn begin(plan: &[Planned], seed: u64) -> Weights {
 /// Takes tensors in the order of `plan`.
 pub(crate) fn gather(plan: &[Planned], tensors: Vec<Tensor>) -> Weights {
     Weights { names: Arc::new(plan.iter().map(|p| p.name.clone()).collect()), tensors }
+}
+
+impl Weights {
+    /// Sets what products with the layers' matrices multiply, and keeps those rounded beside them. Embedding, head and router stay f32
+    /// (MiniMax-M1, arXiv:2506.13585 §3.2, of the head).
+    pub(crate) fn set_dtype(&mut self, dtype: Dtype) {
+        for (name, tensor) in self.names.iter().zip(&mut self.tensors) {
+            let routes = name.ends_with(".block_sparse_moe.gate.weight");
+            if name.starts_with("model.layers.") && tensor.shape().len() > 1 && !routes {
+                tensor.set_dtype(dtype);
+                tensor.round();
+            }
+        }
+    }
 }
 
 /// Where each layer's tensors stand among the weights: found once, so that no step looks names up.
