@@ -86,7 +86,7 @@ impl<'a> Matrix<'a> {
             None => {
                 let start = (from * self.stride).min(self.data.len());
                 // A run of lines from an odd one on has no pairs of its own.
-                let pairs = self.pairs.filter(|_| from % 2 == 0).map(|pairs| &pairs[(start / 2).min(pairs.len())..]);
+                let pairs = self.pairs.filter(|_| from.is_multiple_of(2)).map(|pairs| &pairs[(start / 2).min(pairs.len())..]);
                 Self { data: &self.data[start..], pairs, lines: to - from, ..self }
             }
         }

@@ -218,7 +218,10 @@ mod bf16 {
         fn step(self, a: u32, b: __m512i, sums: __m512) -> __m512 {
             let a = self.0.splat_u32s(a);
             // SAFETY: `Bf16` is made only where the processor has the instruction; the types are 64 plain bytes each.
-            unsafe { _mm512_dpbf16_ps(sums, std::mem::transmute(a), std::mem::transmute(b)) }
+            unsafe {
+                let a = std::mem::transmute::<pulp::u32x16, __m512bh>(a);
+                _mm512_dpbf16_ps(sums, a, std::mem::transmute::<__m512i, __m512bh>(b))
+            }
         }
         #[inline(always)]
         fn sums(self, x: &[f32]) -> __m512 {
