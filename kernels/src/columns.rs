@@ -7,6 +7,7 @@
 //! instruction set and number of rows).
 
 use crate::Tensor;
+use crate::matrix::{copy, transpose};
 use crate::simd::{LANES, Simd, vectorized};
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -169,25 +170,21 @@ pub(crate) fn panels(keys: usize) -> usize {
 /// Lays the first `keys` rows of `x` out as [`scores`] reads them: panels of [`LANES`] keys, each `[width, LANES]`, the
 /// last filled up with zeros.
 #[inline(always)]
-pub(crate) fn pack(x: Columns, keys: usize, panels: &mut [f32]) {
+pub(crate) fn pack<S: Simd>(s: S, x: Columns, keys: usize, panels: &mut [f32]) {
     if x.width == 0 {
         return;
     }
-    let mut first = 0;
-    for panel in panels.chunks_exact_mut(x.width * LANES).take(keys.div_ceil(LANES)) {
+    for (p, panel) in panels.chunks_exact_mut(x.width * LANES).take(keys.div_ceil(LANES)).enumerate() {
         let (panel, _) = panel.as_chunks_mut::<LANES>();
-        let here = LANES.min(keys - first);
-        for lane in 0..here {
-            for (place, &x) in panel.iter_mut().zip(x.row(first + lane)) {
-                place[lane] = x;
+        let first = p * LANES;
+        for (begin, places) in (0..x.width).step_by(LANES).zip(panel.chunks_mut(LANES)) {
+            let mut block = [[0.0; LANES]; LANES];
+            for (lane, block) in block.iter_mut().enumerate().take(keys - first) {
+                copy(&x.row(first + lane)[begin..begin + places.len()], &mut block[..places.len()]);
             }
+            transpose(s, &mut block);
+            places.copy_from_slice(&block[..places.len()]);
         }
-        if here < LANES {
-            for place in panel {
-                place[here..].fill(0.0);
-            }
-        }
-        first += LANES;
     }
 }
 
@@ -447,7 +444,7 @@ mod tests {
         fn a_score_is_a_dot_product(seed: u64, keys in 1usize..40, width in 1usize..70) {
             let (q, k) = (random(seed, &[4, width]), random(!seed, &[keys, width]));
             let mut packed = vec![f32::NAN; panels(keys) * LANES * width];
-            pack(Columns::part(&k, 0, 1), keys, &mut packed);
+            dispatch!(|s| pack(s, Columns::part(&k, 0, 1), keys, &mut packed));
             let plain: Vec<Vec<u32>> = (0..4)
                 .map(|r| (0..keys).map(|j| dispatch!(|s| dot(s, q.row(r), k.row(j))).to_bits()).collect())
                 .collect();

@@ -9,7 +9,7 @@ use std::ops::Range;
 use crate::{
     Prediction, Tensor,
     blocks::{Rows, for_rows},
-    matrix::{Matrix, Write, multiply},
+    matrix::{Matrix, Write, multiply, multiply_in},
     scratch,
     simd::{self, Simd, dispatch, exp},
 };
@@ -79,7 +79,7 @@ pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], tempe
 }
 
 /// From `d_logprob` (one a prediction; log-prob only, entropy has no gradient here): `d_hidden[T, H]` overwritten, `d_head[H, V]` added to.
-/// Rows whose gradients are all 0 cost nothing.
+/// Rows whose gradients are all 0 cost nothing. Logits are f32, as in [`forward`]; the gradients' two products run in the dtype of `d_head`.
 pub fn backward(
     hidden: &Tensor,
     head: &Tensor,
@@ -93,6 +93,7 @@ pub fn backward(
     let (width, vocabulary, inverse) = (hidden.cols(), head.cols(), inverse(temperature));
     assert!(d_logprob.len() == predictions.len() && scores.lse.len() == predictions.len(), "a gradient a prediction");
     assert_eq!(d_head.len(), head.len(), "the head's gradient has its shape");
+    let dtype = d_head.dtype();
     d_hidden.resize(&[hidden.rows(), width]);
     d_hidden.fill(0.0);
     let rows = predicting_rows(predictions, |p| d_logprob[p] != 0.0);
@@ -120,8 +121,8 @@ pub fn backward(
                 });
                 let d_logits = Matrix::new(logits, block.len(), n);
                 let write = if from == 0 { Write::Over } else { Write::Add };
-                multiply(d_logits, tile.transposed(), write, dx, width);
-                multiply(x.transposed(), d_logits, Write::Add, &mut d_head.data_mut()[from..], vocabulary);
+                multiply_in(dtype, d_logits, tile.transposed(), write, dx, width);
+                multiply_in(dtype, x.transposed(), d_logits, Write::Add, &mut d_head.data_mut()[from..], vocabulary);
             }
             for (group, dx) in block.iter().zip(dx.chunks_exact(width)) {
                 d_hidden.row_mut(predictions[group.start].row as usize).copy_from_slice(dx);

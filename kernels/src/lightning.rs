@@ -302,7 +302,7 @@ fn fold(decay: Decay, keys: Columns, values: Columns, rows: usize, d: usize, kv:
         let (packed, weights) = memory.split_at_mut(needs.packed);
         let (shrink, powers) = (decay.at(rows), decay.ending(rows));
         dispatch!(|s| {
-            pack(keys, rows, packed);
+            pack(s, keys, rows, packed);
             fold_packed(s, shrink, powers, packed, values, d, kv, weights, needs.room);
         });
     });
@@ -363,7 +363,7 @@ fn forward_head<S: Simd>(
         let mut live = enter(forest, segment, head, states, kv);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(k.starting_at(start), len, packed);
+            pack(s, k.starting_at(start), len, packed);
             let before = live.then_some(&*kv);
             let mut t = 0;
             while t + BLOCK <= len {
@@ -481,10 +481,10 @@ fn backward_head<S: Simd>(
         let mut live = enter(forest, segment, head, states, kv);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(k.starting_at(start), len, keys);
-            pack(v.starting_at(start), len, values);
+            pack(s, k.starting_at(start), len, keys);
+            pack(s, v.starting_at(start), len, values);
             if live {
-                pack(Columns::new(kv, d, 0, d), d, kv_packed);
+                pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
             }
             let packed = [&*keys, &*values];
             let before = live.then_some(&*kv_packed);
@@ -519,7 +519,7 @@ fn backward_head<S: Simd>(
         for start in rows.clone().step_by(shape.block).rev() {
             let len = shape.block.min(rows.end - start);
             if live {
-                pack(Columns::new(kv, d, 0, d), d, kv_packed);
+                pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
                 let mut t = 0;
                 while t + BLOCK <= len {
                     leave_rows::<S, BLOCK>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
@@ -532,7 +532,7 @@ fn backward_head<S: Simd>(
             }
             if start > rows.start || parent.is_some() {
                 revive(&mut live, kv);
-                pack(q.starting_at(start), len, keys);
+                pack(s, q.starting_at(start), len, keys);
                 let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
                 fold_packed(s, shrink, powers, keys, d_out.starting_at(start), d, kv, weights, room);
             }

@@ -11,12 +11,18 @@
 mod lanes;
 mod tile;
 
-pub(crate) use lanes::pair;
+pub(crate) use lanes::{copy, pair};
 
 use crate::scratch;
-use crate::simd::dispatch;
+use crate::simd::{Simd, dispatch};
 use crate::tensor::Dtype;
-use lanes::F32;
+use lanes::{F32, Lanes};
+
+/// Swaps the rows and columns of a block.
+#[inline(always)]
+pub(crate) fn transpose<S: Simd>(s: S, block: &mut [[f32; 16]; 16]) {
+    F32(s).transpose(block);
+}
 
 /// Multiply-adds below which a product is not worth splitting over threads.
 const WORTH_SPLITTING: usize = 128 * 1024;
@@ -86,7 +92,8 @@ impl<'a> Matrix<'a> {
             None => {
                 let start = (from * self.stride).min(self.data.len());
                 // A run of lines from an odd one on has no pairs of its own.
-                let pairs = self.pairs.filter(|_| from.is_multiple_of(2)).map(|pairs| &pairs[(start / 2).min(pairs.len())..]);
+                let pairs =
+                    self.pairs.filter(|_| from.is_multiple_of(2)).map(|pairs| &pairs[(start / 2).min(pairs.len())..]);
                 Self { data: &self.data[start..], pairs, lines: to - from, ..self }
             }
         }

@@ -219,7 +219,7 @@ fn forward_head<S: Simd>(
     for segment in tree.segments.clone() {
         let (path, own) = walk.visit(segment);
         let len = own.rows.len();
-        pack(k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        pack(s, k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
         for head in 0..group {
             let (q, mut out, mut lse) = (q.within(head, group), out.within(head, group), lse.within(head, group));
             let mut t = 0;
@@ -335,8 +335,8 @@ fn backward_head<S: Simd>(
     for segment in tree.segments.clone() {
         let (path, own) = walk.visit(segment);
         let len = own.rows.len();
-        pack(k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
-        pack(v.starting_at(own.rows.start), len, &mut values[own.panel * LANES * d..]);
+        pack(s, k.starting_at(own.rows.start), len, &mut keys[own.panel * LANES * d..]);
+        pack(s, v.starting_at(own.rows.start), len, &mut values[own.panel * LANES * d..]);
         for head in 0..group {
             let inputs = [q, out, lse, d_out].map(|x| x.within(head, group));
             let packed = [&*keys, &*values];

@@ -209,6 +209,7 @@ impl Decoder {
         let d_head = match self.index.head {
             Some(index) => grads.at_mut(index),
             None => {
+                ws.d_head.set_dtype(self.config.dtype.into());
                 ws.d_head.resize(head.shape());
                 ws.d_head.fill(0.0);
                 &mut ws.d_head

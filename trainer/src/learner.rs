@@ -54,7 +54,10 @@ impl Learner {
     /// A learner of `decoder`, nothing spent, moments zero.
     pub fn new(decoder: Decoder, spec: OptimizerSpec) -> Self {
         let optimizer = Optimizer::new(spec, &decoder.weights);
-        let grads = decoder.weights.zeros_like();
+        let mut grads = decoder.weights.zeros_like();
+        if let Some(head) = grads.get_mut("lm_head.weight") {
+            head.set_dtype(decoder.config.dtype.into()); // its logits are f32, its gradient need not be
+        }
         let load =
             Load { counts: vec![0; decoder.config.layers * decoder.config.experts], experts: decoder.config.experts };
         Self {

@@ -134,7 +134,7 @@ impl<S: Simd> Lanes for F32<S> {
 
 /// Copies what is short: whole registers, and no call.
 #[inline(always)]
-pub(super) fn copy<T: Copy>(from: &[T], to: &mut [T]) {
+pub(crate) fn copy<T: Copy>(from: &[T], to: &mut [T]) {
     let ((blocks, from), (outs, to)) = (from.as_chunks::<16>(), to.as_chunks_mut::<16>());
     for (from, to) in blocks.iter().zip(outs) {
         *to = *from;

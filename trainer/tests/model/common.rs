@@ -3,7 +3,7 @@
 use hone_kernels::threads::Pool;
 use hone_kernels::{Forest, Prediction, Segment};
 use hone_runs::draws;
-use hone_trainer::config::{ModelConfig, Norm, Preset, Router};
+use hone_trainer::config::{Dtype, ModelConfig, Norm, Preset, Router};
 use hone_trainer::decoder::Decoder;
 use rand::RngExt;
 
@@ -43,6 +43,11 @@ pub fn other() -> ModelConfig {
 /// All lightning with one dense feed-forward, no power of two heads.
 pub fn dense() -> ModelConfig {
     ModelConfig { softmax_every: 0, experts: 0, experts_per_token: 0, heads: 3, kv_heads: 1, layers: 2, ..hybrid() }
+}
+
+/// The same models with products of bf16, where the processor has them.
+pub fn half(config: ModelConfig) -> ModelConfig {
+    ModelConfig { dtype: Dtype::Bf16, ..config }
 }
 
 /// A decoder whose weights are all random: norms are not ones, embeddings not small, biases not zero.

@@ -53,7 +53,8 @@ fn trained(decoder: &Decoder, prompt: &[u32], samples: &[Sample], temperature: f
 #[test]
 fn logprobs_and_routes_equal_the_trainers_bit_for_bit() {
     let nano = ModelConfig { block: 4, ..Preset::HybridNano.config(VOCAB) };
-    for (config, temperature) in [(hybrid(), 0.8), (other(), 1.0), (dense(), 0.8), (hybrid(), 0.0), (nano, 1.3)] {
+    let f32_cases = [(hybrid(), 0.8), (other(), 1.0), (dense(), 0.8), (hybrid(), 0.0), (nano, 1.3)];
+    for (config, temperature) in f32_cases.into_iter().chain([(half(hybrid()), 0.8), (half(other()), 1.0)]) {
         let decoder = decoder(config, 41);
         pool(2).run(|| {
             let prompts = prompts();
@@ -75,23 +76,25 @@ fn logprobs_and_routes_equal_the_trainers_bit_for_bit() {
 
 #[test]
 fn a_sample_does_not_depend_on_its_company() {
-    let decoder = decoder(hybrid(), 42);
-    let prompts = prompts();
-    let together = pool(2).run(|| generate(&decoder, &prompts, &options()));
-    pool(1).run(|| {
-        for (i, prompt) in prompts.iter().enumerate() {
-            let alone = generate_keyed(
-                &decoder,
-                std::slice::from_ref(prompt),
-                &[i as u64],
-                &RolloutOptions { n: 2, ..options() },
-            );
-            assert_eq!(alone[0][..], together[i][..2]);
-        }
-    });
-    let other_seed = pool(1).run(|| generate(&decoder, &prompts, &RolloutOptions { seed: 1, ..options() }));
-    assert_ne!(other_seed, together);
-    assert_ne!(together[1][0], together[1][1], "samples of one prompt differ");
+    for config in [hybrid(), half(hybrid())] {
+        let decoder = decoder(config, 42);
+        let prompts = prompts();
+        let together = pool(2).run(|| generate(&decoder, &prompts, &options()));
+        pool(1).run(|| {
+            for (i, prompt) in prompts.iter().enumerate() {
+                let alone = generate_keyed(
+                    &decoder,
+                    std::slice::from_ref(prompt),
+                    &[i as u64],
+                    &RolloutOptions { n: 2, ..options() },
+                );
+                assert_eq!(alone[0][..], together[i][..2]);
+            }
+        });
+        let other_seed = pool(1).run(|| generate(&decoder, &prompts, &RolloutOptions { seed: 1, ..options() }));
+        assert_ne!(other_seed, together);
+        assert_ne!(together[1][0], together[1][1], "samples of one prompt differ");
+    }
 }
 
 #[test]
