@@ -10,7 +10,7 @@ use crate::rollout::{RolloutOptions, generate};
 use hone_kernels::adamw::{self, AdamW};
 use hone_kernels::limits::Limits;
 use hone_kernels::threads::Pool;
-use hone_kernels::{Forest, Prediction, Tensor, head, lightning, linear};
+use hone_kernels::{Forest, Prediction, Tensor, head, lightning, linear, norm, pointwise};
 use hone_runs::{Class, Failure, Result, draws};
 use rand::RngExt;
 use serde::Serialize;
@@ -160,7 +160,7 @@ pub const NAMES: [&str; 3] = ["kernels", "train-step", "decode"];
 
 /// The models that are measured, with sequences a batch and their length.
 fn models() -> [(&'static str, ModelConfig, usize, usize); 2] {
-    [("small", Preset::Small.config(4096), 4, 512), ("hybrid-tiny", Preset::HybridTiny.config(259), 8, 64)]
+    [("anchor", Preset::Small.config(4096), 4, 512), ("small", Preset::HybridTiny.config(259), 8, 64)]
 }
 
 fn tokens(count: usize, vocabulary: usize, of: u64) -> Vec<u32> {
@@ -168,28 +168,41 @@ fn tokens(count: usize, vocabulary: usize, of: u64) -> Vec<u32> {
     (0..count).map(|_| rng.random_range(0..vocabulary as u32)).collect()
 }
 
+fn fill(shape: &[usize], of: u64) -> Tensor {
+    let mut rng = draws(1, "bench tensor", of, 0);
+    let data = (0..shape.iter().product()).map(|_| rng.random::<f32>() - 0.5).collect();
+    Tensor::from_vec(data, shape)
+}
+
 /// A training step: forward, backward and a fused AdamW update of every weight.
 fn train_step(machine: &mut Machine, see: &mut See) -> Result<()> {
     for (name, config, sequences, length) in models() {
-        let mut packer = Packer::default();
-        (0..sequences).for_each(|i| packer.add(&tokens(length + 1, config.vocab_size, i as u64), 0));
-        let batch: Batch = packer.finish();
+        let packed = |sequences: usize, length: usize| {
+            let mut packer = Packer::default();
+            (0..sequences).for_each(|i| packer.add(&tokens(length + 1, config.vocab_size, i as u64), 0));
+            packer.finish()
+        };
+        let batch = packed(sequences, length);
         let rows = batch.forest.rows();
         let work = Work {
             tokens: rows as f64,
             flops: config.train_flops(rows as u64, (length as f64 + 1.0) / 2.0),
             ..Work::default()
         };
+        let few = packed(1, 8);
         let mut learner = Learner::new(Decoder::new(config, 1)?, OptimizerSpec::default());
-        let d_term = vec![-1.0 / rows as f32; batch.terms.len()];
         let (mut logprob, mut entropy) = (Vec::new(), Vec::new());
+        let mut step = |batch: &Batch| {
+            let d_term = vec![-1.0 / batch.forest.rows() as f32; batch.terms.len()];
+            learner.score(batch, 1.0, &mut logprob, &mut entropy);
+            learner.backward(batch, 1.0, &d_term, 1.0);
+            learner.update(1e-4, 0.0)
+        };
+        // Untouched zeros take no memory: this makes gradients and moments resident, so that the peak is what stands above them.
+        step(&few)?;
         let mut failed = None;
         let shape = format!("{name}, {sequences} × {length} tokens");
-        let measured = machine.measure("train step", shape, work, || {
-            learner.score(&batch, 1.0, &mut logprob, &mut entropy);
-            learner.backward(&batch, 1.0, &d_term, 1.0);
-            failed = learner.update(1e-4, 0.0).err().or(failed.take());
-        });
+        let measured = machine.measure("train step", shape, work, || failed = step(&batch).err().or(failed.take()));
         failed.map_or(Ok(()), Err)?;
         see(measured)?;
     }
@@ -232,12 +245,6 @@ fn touched(config: &ModelConfig, rows: usize) -> usize {
 
 /// The operations that take most of a step, each alone.
 fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
-    let fill = |shape: &[usize], of: u64| {
-        let mut rng = draws(1, "bench tensor", of, 0);
-        let data = (0..shape.iter().product()).map(|_| rng.random::<f32>() - 0.5).collect();
-        Tensor::from_vec(data, shape)
-    };
-
     let (x, w) = (fill(&[2048, 256], 1), fill(&[256, 512], 2));
     let mut out = Tensor::default();
     let work = Work { tokens: 2048.0, flops: 2.0 * (2048 * 256 * 512) as f64, ..Work::default() };
@@ -272,25 +279,60 @@ fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
         }))?;
     }
 
-    let (rows, width, vocabulary) = (2048, 256, 131_072);
+    streams(machine, see)?;
+    head_and_products(machine, see)
+}
+
+/// What moves bytes and computes little: its bound is the copy.
+fn streams(machine: &mut Machine, see: &mut See) -> Result<()> {
+    let (rows, width) = (32_768, 512);
+    let (x, gate) = (fill(&[rows, width], 11), fill(&[rows, width], 12));
+    let mut out = Tensor::zeros(x.shape());
+    let bytes = 4.0 * x.len() as f64;
+    let shape = format!("[{rows}, {width}]");
+
+    let weight = Tensor::from_vec(vec![1.0; width], &[width]);
+    let work = Work { tokens: rows as f64, bytes: 2.0 * bytes, ..Work::default() };
+    see(machine.measure("RMSNorm, forward", shape.clone(), work, || norm::forward(&x, &weight, 1e-5, &mut out)))?;
+
+    let work = Work { bytes: 3.0 * bytes, ..work };
+    see(machine.measure("SwiGLU, forward", shape, work, || pointwise::swiglu(&gate, &x, &mut out)))
+}
+
+/// The head beside the four products that it cannot do without, over the same shapes: the ratio of both rows is what its softmax,
+/// its tiles and its gathering cost.
+fn head_and_products(machine: &mut Machine, see: &mut See) -> Result<()> {
+    let (rows, width, vocabulary) = (8192, 256, 131_072);
     let (hidden, weights) = (fill(&[rows, width], 8), fill(&[width, vocabulary], 9));
     let targets = tokens(rows, vocabulary, 10);
     let predictions: Vec<Prediction> =
         targets.iter().enumerate().map(|(row, &target)| Prediction { row: row as u32, target }).collect();
     let d_logprob = vec![-1.0 / rows as f32; rows];
-    let (mut scores, mut d_hidden, mut d_head) =
-        (head::Scores::default(), Tensor::default(), Tensor::zeros(&[width, vocabulary]));
+    let mut scores = head::Scores::default();
+    // Written, so that both are resident and the peak is what stands above them.
+    let mut d_hidden = Tensor::from_vec(vec![1.0; rows * width], &[rows, width]);
+    let mut d_head = Tensor::from_vec(vec![1.0; width * vocabulary], &[width, vocabulary]);
     // The logits, again in backward, and their two gradients.
     let work = Work { tokens: rows as f64, flops: 8.0 * (rows * width) as f64 * vocabulary as f64, ..Work::default() };
-    see(machine.measure(
-        "head, forward and backward",
-        format!("[{rows}, {width}] · [{width}, {vocabulary}]"),
-        work,
-        || {
-            head::forward(&hidden, &weights, &predictions, 1.0, &mut scores);
-            head::backward(&hidden, &weights, &predictions, 1.0, &scores, &d_logprob, &mut d_hidden, &mut d_head);
-        },
-    ))
+    let shape = format!("[{rows}, {width}] · [{width}, {vocabulary}]");
+    see(machine.measure("head, forward and backward", shape.clone(), work, || {
+        head::forward(&hidden, &weights, &predictions, 1.0, &mut scores);
+        head::backward(&hidden, &weights, &predictions, 1.0, &scores, &d_logprob, &mut d_hidden, &mut d_head);
+    }))?;
+
+    // So many rows at a time that the logits of all, 4 GiB, never stand together.
+    const BLOCK: usize = 1024;
+    let blocks: Vec<Tensor> =
+        hidden.data().chunks(BLOCK * width).map(|x| Tensor::from_vec(x.to_vec(), &[BLOCK, width])).collect();
+    let (mut logits, mut dx) = (Tensor::default(), Tensor::default());
+    see(machine.measure("head, its four products alone", shape, work, || {
+        for x in &blocks {
+            linear::forward(x, &weights, &mut logits);
+            linear::forward(x, &weights, &mut logits);
+            linear::backward_input(&logits, &weights, &mut dx);
+            linear::backward_weight(x, &logits, &mut d_head);
+        }
+    }))
 }
 
 #[cfg(test)]
