@@ -1,7 +1,7 @@
 //! Benchmarks: what the trainer does a second, beside the limit that the same machine shows in the same minutes. Figures are
 //! the least of several repeats, taken in turn with the limits', so that a busy moment meets both.
 
-use crate::config::{ModelConfig, Preset};
+use crate::config::{Dtype, ModelConfig, Preset};
 use crate::data::{Batch, Packer};
 use crate::decoder::Decoder;
 use crate::learner::Learner;
@@ -33,9 +33,9 @@ pub struct Measurement {
     pub tokens_per_s: Option<f64>,
     /// 10⁹ operations a second: model operations, recomputed ones not counted.
     pub gflops: Option<f64>,
-    /// Of a 1024³ product.
+    /// Of a 1024³ product in this dtype, by the fastest of the implementations linked in.
     pub limit_gflops: f64,
-    /// Of multiply-adds in registers: what no product can pass.
+    /// Of f32 multiply-adds in registers: what no f32 product can pass.
     pub register_gflops: f64,
     /// Bytes that must move, a second.
     pub bytes_per_s: Option<f64>,
@@ -61,12 +61,14 @@ struct Work {
     bytes: f64,
     /// Nothing is written, so reading is the limit.
     reads: bool,
+    dtype: Dtype,
 }
 
 /// The least seconds of each limit so far.
 struct Machine {
     limits: Limits,
-    product: f64,
+    /// In f32, and in bf16.
+    products: [f64; 2],
     copy: f64,
     read: f64,
     registers: f64,
@@ -74,11 +76,17 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
-        Self { limits: Limits::default(), product: f64::MAX, copy: f64::MAX, read: f64::MAX, registers: 0.0 }
+        let limits = Limits::default();
+        let mut machine = Self { limits, products: [f64::MAX; 2], copy: f64::MAX, read: f64::MAX, registers: 0.0 };
+        machine.look(); // and what products work in is resident
+        machine
     }
 
     fn look(&mut self) {
-        self.product = self.product.min(self.limits.product());
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let least = &mut self.products[dtype as usize];
+            *least = least.min(self.limits.product(dtype.into()));
+        }
         self.copy = self.copy.min(self.limits.copy());
         self.read = self.read.min(self.limits.read());
         self.registers = self.registers.max(self.limits.multiply_adds());
@@ -98,12 +106,12 @@ impl Machine {
         }
         let peak_bytes = before.map(|before| before.peak());
         let rate = |amount: f64| (amount > 0.0).then_some(amount / least);
-        let limit_flops = Limits::PRODUCT_FLOPS / self.product;
+        let limit_flops = Limits::PRODUCT_FLOPS / self.products[work.dtype as usize];
         let limit_bytes = if work.reads { Limits::READ_BYTES / self.read } else { Limits::COPY_BYTES / self.copy };
         Measurement {
             name: name.into(),
             shape,
-            dtype: "f32",
+            dtype: work.dtype.here(),
             tokens_per_s: rate(work.tokens),
             gflops: rate(work.flops / 1e9),
             limit_gflops: limit_flops / 1e9,
@@ -158,9 +166,13 @@ pub fn run(name: &str, threads: usize, see: &mut See) -> Result<()> {
 /// The benchmarks.
 pub const NAMES: [&str; 3] = ["kernels", "train-step", "decode"];
 
-/// The models that are measured, with sequences a batch and their length.
-fn models() -> [(&'static str, ModelConfig, usize, usize); 2] {
-    [("anchor", Preset::Small.config(4096), 4, 512), ("small", Preset::HybridTiny.config(259), 8, 64)]
+/// The models that are measured, with sequences a batch and their length: in f32, and in bf16 where the processor has it.
+fn models() -> impl Iterator<Item = (&'static str, ModelConfig, usize, usize)> {
+    let here = |dtype: &Dtype| *dtype == Dtype::F32 || dtype.here() == "bf16";
+    [Dtype::F32, Dtype::Bf16].into_iter().filter(here).flat_map(|dtype| {
+        let of = |preset: Preset, vocabulary| ModelConfig { dtype, ..preset.config(vocabulary) };
+        [("anchor", of(Preset::Small, 4096), 4, 512), ("small", of(Preset::HybridTiny, 259), 8, 64)]
+    })
 }
 
 fn tokens(count: usize, vocabulary: usize, of: u64) -> Vec<u32> {
@@ -187,6 +199,7 @@ fn train_step(machine: &mut Machine, see: &mut See) -> Result<()> {
         let work = Work {
             tokens: rows as f64,
             flops: config.train_flops(rows as u64, (length as f64 + 1.0) / 2.0),
+            dtype: config.dtype,
             ..Work::default()
         };
         let few = packed(1, 8);
@@ -221,12 +234,14 @@ fn decode(machine: &mut Machine, see: &mut See) -> Result<()> {
             let options = RolloutOptions { max_tokens: NEW, ..RolloutOptions::default() };
             let forward = |rows: usize, before: f64| config.forward_flops((many * rows) as u64, before);
             let prompt = forward(PROMPT, (PROMPT as f64 + 1.0) / 2.0);
-            let work = if 4 * decoder.weights.count() > CACHED {
-                Work { flops: prompt, bytes: 4.0 * (NEW * touched(&config, many)) as f64, ..Work::default() }
+            let width = if config.dtype.here() == "bf16" { 2 } else { 4 };
+            let work = if width * decoder.weights.count() > CACHED {
+                let bytes = (NEW * touched_bytes(&config, many)) as f64;
+                Work { flops: prompt, bytes, ..Work::default() }
             } else {
                 Work { flops: prompt + forward(NEW, PROMPT as f64 + (NEW as f64 + 1.0) / 2.0), ..Work::default() }
             };
-            let work = Work { tokens: (many * NEW) as f64, reads: true, ..work };
+            let work = Work { tokens: (many * NEW) as f64, reads: true, dtype: config.dtype, ..work };
             let shape = format!("{name}, batch {many}, prompt {PROMPT}, {NEW} new");
             see(machine.measure("decode", shape, work, || {
                 black_box(generate(&decoder, &prompts, &options));
@@ -243,22 +258,32 @@ fn touched(config: &ModelConfig, rows: usize) -> usize {
     config.active_matmul_weights() as usize - one * config.experts_per_token + one * chosen
 }
 
+/// Their bytes: the head is f32 in any case.
+fn touched_bytes(config: &ModelConfig, rows: usize) -> usize {
+    let head = config.hidden_size * config.vocab_size;
+    let width = if config.dtype.here() == "bf16" { 2 } else { 4 };
+    width * (touched(config, rows) - head) + 4 * head
+}
+
 /// The operations that take most of a step, each alone.
 fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
-    let (x, w) = (fill(&[2048, 256], 1), fill(&[256, 512], 2));
-    let mut out = Tensor::default();
-    let work = Work { tokens: 2048.0, flops: 2.0 * (2048 * 256 * 512) as f64, ..Work::default() };
-    see(machine.measure("linear forward", "[2048, 256] · [256, 512]".into(), work, || {
-        linear::forward(&x, &w, &mut out);
-    }))?;
+    for dtype in [Dtype::F32, Dtype::Bf16].into_iter().filter(|d| *d == Dtype::F32 || d.here() == "bf16") {
+        let (x, mut w) = (fill(&[2048, 256], 1), fill(&[256, 512], 2));
+        w.set_dtype(dtype.into());
+        let mut out = Tensor::default();
+        let work = Work { tokens: 2048.0, flops: 2.0 * (2048 * 256 * 512) as f64, dtype, ..Work::default() };
+        see(machine.measure("linear forward", "[2048, 256] · [256, 512]".into(), work, || {
+            linear::forward(&x, &w, &mut out);
+        }))?;
+    }
 
     let count = 16 << 20;
     let mut grad = vec![1e-3f32; count];
-    let (mut param, mut first, mut second) = (vec![0.1f32; count], vec![0.0f32; count], vec![0.0f32; count]);
+    let (mut param, mut first, mut second) = (vec![0.1f32; count], vec![1e-9f32; count], vec![1e-9f32; count]);
     let settings = AdamW { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-15, weight_decay: 0.1 };
     let mut t = 0;
-    // Four arrays are read and three written.
-    let work = Work { bytes: 28.0 * count as f64, ..Work::default() };
+    // Four arrays are read and written.
+    let work = Work { bytes: 32.0 * count as f64, ..Work::default() };
     see(machine.measure("AdamW", format!("{count} parameters"), work, || {
         t += 1;
         adamw::step(settings, t, 1.0, &mut param, &mut grad, &mut first, &mut second);
@@ -287,7 +312,7 @@ fn kernels(machine: &mut Machine, see: &mut See) -> Result<()> {
 fn streams(machine: &mut Machine, see: &mut See) -> Result<()> {
     let (rows, width) = (32_768, 512);
     let (x, gate) = (fill(&[rows, width], 11), fill(&[rows, width], 12));
-    let mut out = Tensor::zeros(x.shape());
+    let mut out = x.clone();
     let bytes = 4.0 * x.len() as f64;
     let shape = format!("[{rows}, {width}]");
 
@@ -296,7 +321,7 @@ fn streams(machine: &mut Machine, see: &mut See) -> Result<()> {
     see(machine.measure("RMSNorm, forward", shape.clone(), work, || norm::forward(&x, &weight, 1e-5, &mut out)))?;
 
     let work = Work { bytes: 3.0 * bytes, ..work };
-    see(machine.measure("SwiGLU, forward", shape, work, || pointwise::swiglu(&gate, &x, &mut out)))
+    see(machine.measure("output gate, forward", shape, work, || pointwise::gated(&x, &gate, &mut out)))
 }
 
 /// The head beside the four products that it cannot do without, over the same shapes: the ratio of both rows is what its softmax,
@@ -315,16 +340,18 @@ fn head_and_products(machine: &mut Machine, see: &mut See) -> Result<()> {
     // The logits, again in backward, and their two gradients.
     let work = Work { tokens: rows as f64, flops: 8.0 * (rows * width) as f64 * vocabulary as f64, ..Work::default() };
     let shape = format!("[{rows}, {width}] · [{width}, {vocabulary}]");
-    see(machine.measure("head, forward and backward", shape.clone(), work, || {
+    see(machine.measure("head, forward and backward", shape, work, || {
         head::forward(&hidden, &weights, &predictions, 1.0, &mut scores);
         head::backward(&hidden, &weights, &predictions, 1.0, &scores, &d_logprob, &mut d_hidden, &mut d_head);
     }))?;
 
-    // So many rows at a time that the logits of all, 4 GiB, never stand together.
+    // A quarter of the rows, so many at a time that the logits of all, 4 GiB, never stand together.
     const BLOCK: usize = 1024;
-    let blocks: Vec<Tensor> =
-        hidden.data().chunks(BLOCK * width).map(|x| Tensor::from_vec(x.to_vec(), &[BLOCK, width])).collect();
+    let blocks = hidden.data().chunks(BLOCK * width).take(rows / BLOCK / 4);
+    let blocks: Vec<Tensor> = blocks.map(|x| Tensor::from_vec(x.to_vec(), &[BLOCK, width])).collect();
     let (mut logits, mut dx) = (Tensor::default(), Tensor::default());
+    let work = Work { tokens: work.tokens / 4.0, flops: work.flops / 4.0, ..work };
+    let shape = format!("[{}, {width}] · [{width}, {vocabulary}]", rows / 4);
     see(machine.measure("head, its four products alone", shape, work, || {
         for x in &blocks {
             linear::forward(x, &weights, &mut logits);
