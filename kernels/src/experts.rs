@@ -10,8 +10,8 @@ use crate::{
     scratch,
     simd::{Simd, axpy, dispatch, dot},
 };
-use rayon::prelude::*;
 use std::ops::Range;
+use std::sync::Mutex;
 
 /// Grouped rows that one task takes: few enough to balance threads, enough to pay for laying out the weights.
 const CHUNK: usize = 256;
@@ -81,11 +81,12 @@ impl Grouped {
         self.starts[0] = 0;
     }
 
-    /// The grouped rows in runs of one expert, none longer than [`CHUNK`]: (expert, grouped rows).
+    /// The grouped rows in runs of one expert, about evenly cut and none longer than [`CHUNK`]: (expert, grouped rows).
     fn chunks(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
         self.starts.windows(2).enumerate().flat_map(|(e, w)| {
-            let end = w[1];
-            (w[0]..end).step_by(CHUNK).map(move |from| (e, from..end.min(from + CHUNK)))
+            let (start, rows) = (w[0], w[1] - w[0]);
+            let count = rows.div_ceil(CHUNK);
+            (0..count).map(move |i| (e, start + rows * i / count..start + rows * (i + 1) / count))
         })
     }
 }
@@ -255,13 +256,24 @@ fn through_product(
     });
 }
 
-/// Tasks share nothing that is written, so they may run in any order.
+/// Tasks share nothing that is written, so they may run in any order; they are taken in theirs, so that threads work on one
+/// expert's weights at a time.
 fn each<J: Send>(jobs: Vec<J>, work: impl Fn(J) + Sync + Send) {
-    if rayon::current_num_threads() == 1 {
-        jobs.into_iter().for_each(work);
-    } else {
-        jobs.into_par_iter().with_max_len(1).for_each(work);
+    let threads = rayon::current_num_threads().min(jobs.len());
+    if threads <= 1 {
+        return jobs.into_iter().for_each(work);
     }
+    let queue = Mutex::new(jobs.into_iter());
+    let next = || queue.lock().expect("no task panics with the queue in hand").next();
+    rayon::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|_| {
+                while let Some(job) = next() {
+                    work(job)
+                }
+            });
+        }
+    });
 }
 
 fn matrix(t: &Tensor) -> Matrix<'_> {
