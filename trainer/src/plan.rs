@@ -35,6 +35,8 @@ pub struct Plan {
     pub checkpoint: u64,
     /// Bytes of all checkpoints that stand at one time: those kept and the one being written.
     pub disk: u64,
+    /// Seconds after which the recipe ends the run, where it says so.
+    pub seconds: Option<f64>,
 }
 
 /// What a stage needs.
@@ -48,6 +50,8 @@ pub struct StagePlan {
     pub memory: Memory,
     /// What it will spend; None where only time is limited.
     pub spending: Option<Spending>,
+    /// Its most steps, where the recipe says so.
+    pub steps: Option<u64>,
 }
 
 /// A step of a stage, timed on this machine.
@@ -83,7 +87,7 @@ pub fn plan(recipe: &Recipe, root: &Path, threads: usize) -> Result<Plan> {
             Failure::new(Class::Usage, message).hint("lower its batch: it is counted in tokens")
         })?;
         let memory = Memory::plan(config, &load, threads, recipe.optimizer.balance > 0.0);
-        stages.push(StagePlan { kind: stage.kind(), load, memory, spending });
+        stages.push(StagePlan { kind: stage.kind(), load, memory, spending, steps: stage.common().steps });
     }
     let memory = stages.iter().map(|s| s.memory).fold(Memory::default(), Memory::or_larger);
     let checkpoint = memory.weights + memory.moments;
@@ -94,11 +98,29 @@ pub fn plan(recipe: &Recipe, root: &Path, threads: usize) -> Result<Plan> {
         memory,
         checkpoint,
         disk: checkpoint.saturating_mul(recipe.checkpoints.keep as u64 + 1),
+        seconds: recipe.compute.seconds.map(|s| s.as_seconds()),
         stages,
     })
 }
 
 impl Plan {
+    /// Rows through the model and floating-point operations of all stages; None where only time is limited.
+    pub fn spending(&self) -> Option<Spending> {
+        let add = |a: Spending, b: Spending| Spending { tokens: a.tokens + b.tokens, flops: a.flops + b.flops };
+        self.stages.iter().map(|s| s.spending).reduce(|a, b| Some(add(a?, b?)))?
+    }
+
+    /// Seconds that the run takes if every step is as long as the one of its stage in `measured`.
+    pub fn time(&self, measured: &[Measured]) -> Option<f64> {
+        let of = |(stage, step): (&StagePlan, &Measured)| {
+            let most = |steps: u64| steps as f64 * step.seconds;
+            let spent = stage.spending.map(|s| s.tokens / step.tokens.max(1) as f64 * step.seconds);
+            [spent, stage.steps.map(most)].into_iter().flatten().reduce(f64::min)
+        };
+        let steps = self.stages.iter().zip(measured).map(of).reduce(|a, b| Some(a? + b?)).flatten();
+        [steps, self.seconds].into_iter().flatten().reduce(f64::min)
+    }
+
     /// What to lower where the memory does not suffice: keys of the recipe that the largest part follows.
     pub fn remedy(&self) -> &'static str {
         let Memory { weights, gradients, moments, checkpoint, rollout, data, .. } = self.memory;
@@ -268,6 +290,9 @@ mod tests {
         for (measured, stage) in measured.iter().zip(&plan.stages) {
             assert!(measured.seconds > 0.0 && measured.tokens > 0, "{measured:?} of {stage:?}");
         }
+        // A million tokens, half a stage.
+        let time = plan.time(&[Measured { tokens: 100, seconds: 1.0 }, Measured { tokens: 50, seconds: 2.0 }]);
+        assert_eq!(time, Some(5000.0 + 20_000.0));
         let large = Plan { params: MOST_WEIGHTS + 1, ..plan };
         assert_eq!(measure(&recipe, Path::new("."), &large, 1).unwrap(), None);
     }
