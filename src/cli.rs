@@ -33,6 +33,8 @@ pub enum Command {
         /// The YAML file.
         file: PathBuf,
     },
+    /// Say what a goal or recipe needs before it is spent: memory, compute, disk, time.
+    Plan(Plan),
     /// Print the JSON Schema of a file that people write.
     Schema {
         /// Which file.
@@ -257,6 +259,26 @@ pub struct Train {
     #[arg(long)]
     pub workspace: Option<PathBuf>,
     /// Device and threads.
+    #[command(flatten)]
+    pub compute: Compute,
+}
+
+/// Arguments of `plan`.
+#[derive(Args)]
+pub struct Plan {
+    /// The goal, whose recipe is then looked at, or a recipe.
+    #[arg(default_value = "goal.yaml")]
+    pub file: PathBuf,
+    /// Set a key of the recipe, as `train` does. May be repeated.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Do not time steps.
+    #[arg(long)]
+    pub no_measure: bool,
+    /// The workspace that the recipe's files are relative to (default: the file's repository or folder).
+    #[arg(long)]
+    pub workspace: Option<PathBuf>,
+    /// Device and threads. A goal's runs have one thread each.
     #[command(flatten)]
     pub compute: Compute,
 }

@@ -117,6 +117,27 @@ pub fn wrapping(wrap: &[usize], header: &[&str], rows: impl IntoIterator<Item = 
     table.to_string()
 }
 
+/// Bytes as people read them: in the largest binary unit that leaves a whole number, with a decimal where it says something.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 7] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let power = if count == 0 { 0 } else { count.ilog2() as usize / 10 };
+    let value = count as f64 / (1u64 << (10 * power)) as f64;
+    if power == 0 || value >= 100.0 {
+        format!("{value:.0} {}", UNITS[power])
+    } else {
+        format!("{value:.1} {}", UNITS[power])
+    }
+}
+
+/// A count as people read it: three digits, in thousands, millions and so on.
+pub fn count(count: u64) -> String {
+    const UNITS: [&str; 7] = ["", "k", "M", "B", "T", "P", "E"];
+    let power = if count == 0 { 0 } else { count.ilog10() as usize / 3 };
+    let value = count as f64 / 1000f64.powi(power as i32);
+    let decimals = if power == 0 { 0 } else { 2usize.saturating_sub(value.log10() as usize) };
+    format!("{value:.decimals$}{}", UNITS[power])
+}
+
 /// Columns of the terminal; 120 elsewhere.
 pub fn width() -> usize {
     let terminal = if std::io::stdout().is_terminal() { Table::new().width() } else { None };
@@ -141,6 +162,23 @@ pub fn failure(failure: &Failure, as_json: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_have_a_unit_that_people_read() {
+        let of = [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (200 << 20, "200 MiB"), (u64::MAX, "16.0 EiB")];
+        for (count, shown) in of {
+            assert_eq!(bytes(count), shown);
+        }
+    }
+
+    #[test]
+    fn counts_have_three_digits() {
+        let of =
+            [(0, "0"), (999, "999"), (1000, "1.00k"), (118_464, "118k"), (30_500_000, "30.5M"), (u64::MAX, "18.4E")];
+        for (number, shown) in of {
+            assert_eq!(count(number), shown);
+        }
+    }
 
     #[test]
     fn json_keeps_its_values_and_drives_no_terminal() {

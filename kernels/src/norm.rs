@@ -4,6 +4,7 @@
 use crate::{
     Tensor,
     blocks::{Rows, for_rows},
+    scratch,
     simd::{Simd, dispatch, dot},
 };
 
@@ -24,15 +25,17 @@ pub fn backward(x: &Tensor, weight: &Tensor, eps: f32, d_out: &Tensor, dx: &mut 
     let rows = runs(x, width);
     assert_eq!(d_out.len(), x.len(), "one gradient an output");
     dx.resize(x.shape());
-    let mut inverse = vec![0.0; rows]; // 1 / root mean square of each run
-    let parts = (Rows { data: dx.data_mut(), cols: width }, Rows { data: &mut inverse, cols: 1 });
-    for_rows(rows, 4 * width, parts, |first, (dx, inverse)| {
-        let here = first * width..first * width + dx.data.len();
-        let (x, d_out) = (&x.data()[here.clone()], &d_out.data()[here]);
-        dispatch!(|s| backward_rows(s, x, weight.data(), eps, d_out, dx.data, inverse.data));
-    });
-    for_rows(width, 2 * rows, Rows { data: d_weight.data_mut(), cols: 1 }, |first, d_weight| {
-        dispatch!(|_s| weight_columns(x.data(), d_out.data(), &inverse, width, first, d_weight.data));
+    // 1 / root mean square of each run.
+    scratch::with(rows, |inverse| {
+        let parts = (Rows { data: dx.data_mut(), cols: width }, Rows { data: &mut *inverse, cols: 1 });
+        for_rows(rows, 4 * width, parts, |first, (dx, inverse)| {
+            let here = first * width..first * width + dx.data.len();
+            let (x, d_out) = (&x.data()[here.clone()], &d_out.data()[here]);
+            dispatch!(|s| backward_rows(s, x, weight.data(), eps, d_out, dx.data, inverse.data));
+        });
+        for_rows(width, 2 * rows, Rows { data: d_weight.data_mut(), cols: 1 }, |first, d_weight| {
+            dispatch!(|_s| weight_columns(x.data(), d_out.data(), inverse, width, first, d_weight.data));
+        });
     });
 }
 

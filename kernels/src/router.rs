@@ -56,6 +56,7 @@ pub fn forward(
         dispatch!(|s| score(s, scoring, experts, scores.data));
     });
     routes.experts.clear();
+    routes.experts.reserve_exact(rows * k);
     if let Some(ids) = replay {
         assert_eq!(ids.len(), rows * k, "a replayed route is {k} experts for each of {rows} rows");
         assert!(ids.iter().all(|&id| (id as usize) < experts), "a replayed route names experts below {experts}");

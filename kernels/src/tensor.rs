@@ -89,6 +89,7 @@ impl Tensor {
         if self.dtype == Dtype::F32 || !crate::bf16_available() || self.data.is_empty() {
             return;
         }
+        self.pairs.reserve_exact(self.data.len() / (rows * cols) * rows.div_ceil(2) * cols);
         for matrix in self.data.chunks_exact(rows * cols) {
             for two in matrix.chunks(2 * cols) {
                 let (first, second) = two.split_at(cols);
@@ -126,16 +127,38 @@ impl Tensor {
         &mut self.data_mut()[i * c..(i + 1) * c]
     }
 
-    /// Gives the tensor another shape, keeping its allocation where it suffices. Contents are unspecified after.
+    /// Gives the tensor another shape, keeping its allocation where it suffices. It grows to the size asked for and no further, so
+    /// that a plan of the largest batch is the memory it takes. Contents are unspecified after.
     pub fn resize(&mut self, shape: &[usize]) {
         self.shape.clear();
         self.shape.extend_from_slice(shape);
         self.pairs.clear();
-        self.data.resize(shape.iter().product(), 0.0);
+        let len = shape.iter().product();
+        self.data.reserve_exact(usize::saturating_sub(len, self.data.len()));
+        self.data.resize(len, 0.0);
+    }
+
+    /// Bytes allocated for elements, of the largest shape so far, and for their rounded pairs.
+    pub fn bytes(&self) -> usize {
+        self.data.capacity() * size_of::<f32>() + self.pairs.capacity() * size_of::<u32>()
     }
 
     /// Sets every element.
     pub fn fill(&mut self, value: f32) {
         self.data_mut().fill(value);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Tensor;
+
+    #[test]
+    fn a_tensor_takes_what_its_largest_shape_needs() {
+        let mut t = Tensor::default();
+        for (rows, bytes) in [(100, 1200), (7, 1200), (101, 1212), (100, 1212)] {
+            t.resize(&[rows, 3]);
+            assert_eq!((t.len(), t.bytes()), (3 * rows, bytes));
+        }
     }
 }

@@ -28,7 +28,7 @@ pub fn run(json: bool) -> Result<()> {
 
 /// Memory of the machine, where the system tells.
 fn memory() -> Option<String> {
-    Some(format!("{:.1} GiB", launcher::machine_memory()? as f64 / f64::from(1 << 30)))
+    launcher::machine_memory().map(output::bytes)
 }
 
 fn first_line(program: &str, args: &[&str]) -> Option<String> {

@@ -83,7 +83,7 @@ fn label(kind: FileKind) -> &'static str {
 
 /// A goal has `metric`, a suite `tasks`, a recipe what is left: told by the top-level keys, so that a slip in one of them still lands
 /// with the right schema.
-fn kind_of(text: &str, name: &str) -> Result<FileKind> {
+pub(super) fn kind_of(text: &str, name: &str) -> Result<FileKind> {
     let keys: Vec<&str> = text
         .lines()
         .filter(|line| !line.starts_with([' ', '#', '-', '\t']))

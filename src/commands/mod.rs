@@ -7,6 +7,7 @@ mod eval;
 mod files;
 mod init;
 mod model;
+mod plan;
 mod quickstart;
 mod review;
 mod runs;
@@ -30,6 +31,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         Command::Init(args) => init::run(args, json),
         Command::Doctor => doctor::run(json),
         Command::Validate { file } => files::validate(file, json),
+        Command::Plan(args) => plan::run(args, json),
         Command::Schema { kind, markdown } => files::schema(*kind, *markdown),
         Command::Campaign(command) => campaign::run(command, json),
         Command::Review(command) => review::run(command, json),

@@ -4,4 +4,5 @@
 mod campaign;
 mod command_line;
 mod kill;
+mod plan;
 mod support;

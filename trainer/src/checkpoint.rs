@@ -22,7 +22,7 @@ use candle_core::DType;
 use hone_kernels::Tensor;
 use hone_runs::failure::Context;
 use hone_runs::{Class, Failure, Result};
-use safetensors::{Dtype, SafeTensors, View};
+use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -133,7 +133,7 @@ fn write(
     let mut tensors = to_disk(&plan(c), &decoder.weights);
     tensors.extend(to_disk(&plan_buffers(c), &decoder.buffers));
     let model = model_hash(c, tokenizer, tensors.iter().map(|t| tensor_part(&t.name, t)).collect());
-    put(MODEL, &serialize(tensors))?;
+    store(&temporary.join(MODEL), tensors)?;
 
     let trainer = match trainer {
         None => None,
@@ -147,12 +147,13 @@ fn write(
                     weights.iter().map(move |(name, t)| Stored {
                         name: format!("{kind}.{name}"),
                         shape: t.shape().to_vec(),
-                        bytes: to_bytes(t.data()),
+                        data: t.data(),
+                        transposed: false,
                     })
                 })
                 .collect();
             let hash = trainer_hash(&state, tensors.iter().map(|t| tensor_part(&t.name, t)).collect());
-            put(OPTIMIZER, &serialize(tensors))?;
+            store(&temporary.join(OPTIMIZER), tensors)?;
             Some(hash)
         }
     };
@@ -275,13 +276,16 @@ fn pretty(value: &impl Serialize) -> String {
 }
 
 /// A tensor on its way to a file.
-struct Stored {
+struct Stored<'a> {
     name: String,
     shape: Vec<usize>,
-    bytes: Vec<u8>,
+    /// As it lies in memory.
+    data: &'a [f32],
+    /// Whether the file has it transposed.
+    transposed: bool,
 }
 
-impl View for Stored {
+impl View for Stored<'_> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
@@ -289,22 +293,27 @@ impl View for Stored {
         &self.shape
     }
     fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.bytes)
+        let bytes = |data: &[f32]| data.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Cow::Owned(if self.transposed { bytes(&transposed(self.data, self.shape[0])) } else { bytes(self.data) })
     }
     fn data_len(&self) -> usize {
-        self.bytes.len()
+        size_of_val(self.data)
     }
 }
 
-fn serialize(tensors: Vec<Stored>) -> Vec<u8> {
+/// Writes and syncs a file of tensors, one at a time: a checkpoint takes no second model in memory.
+fn store(file: &Path, tensors: Vec<Stored>) -> std::io::Result<()> {
+    // The library writes a file that nobody else may read and renames it; a plain one's permissions are put back.
+    let permissions = File::create(file)?.metadata()?.permissions();
     // One metadata key at most: more would come in a random order.
     let format = HashMap::from([("format".to_string(), "pt".to_string())]);
-    safetensors::serialize(tensors.into_iter().map(|t| (t.name.clone(), t)), Some(format))
-        .expect("f32 tensors of their own shapes serialise")
-}
-
-fn to_bytes(data: &[f32]) -> Vec<u8> {
-    data.iter().flat_map(|x| x.to_le_bytes()).collect()
+    let named = tensors.into_iter().map(|t| (t.name.clone(), t));
+    safetensors::serialize_to_file(named, Some(format), file).map_err(|e| match e {
+        SafeTensorError::IoError(e) => e,
+        e => std::io::Error::other(e),
+    })?;
+    fs::set_permissions(file, permissions)?;
+    File::open(file)?.sync_all()
 }
 
 /// The name on disk of expert `e` of the tensor `…experts.w1.weight`.
@@ -325,16 +334,18 @@ fn transposed(data: &[f32], cols: usize) -> Vec<f32> {
 }
 
 /// The tensors of `weights` as they lie on disk.
-fn to_disk(plan: &[Planned], weights: &Weights) -> Vec<Stored> {
-    let matrix = |name: String, data: &[f32], cols: usize| {
-        let bytes = to_bytes(&transposed(data, cols));
-        Stored { name, shape: vec![cols, data.len() / cols], bytes }
+fn to_disk<'a>(plan: &[Planned], weights: &'a Weights) -> Vec<Stored<'a>> {
+    let matrix = |name: String, data: &'a [f32], cols: usize| Stored {
+        name,
+        shape: vec![cols, data.len() / cols],
+        data,
+        transposed: true,
     };
     plan.iter()
         .zip(weights.iter())
         .flat_map(|(p, (_, t))| match p.layout {
             Layout::Same => {
-                vec![Stored { name: p.name.clone(), shape: p.shape.clone(), bytes: to_bytes(t.data()) }]
+                vec![Stored { name: p.name.clone(), shape: p.shape.clone(), data: t.data(), transposed: false }]
             }
             Layout::Transposed => vec![matrix(p.name.clone(), t.data(), t.cols())],
             Layout::Experts => {
@@ -551,7 +562,7 @@ mod tests {
         tensors.retain(|t| t.name != "lm_head.weight");
         tensors[0].name = "model.embed.weight".into();
         tensors[1].shape.push(1);
-        fs::write(path.join(MODEL), serialize(tensors)).unwrap();
+        store(&path.join(MODEL), tensors).unwrap();
         let failure = load(&path, false).unwrap_err();
         assert_eq!(failure.class, Class::Integrity);
         for part in [

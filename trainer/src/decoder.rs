@@ -1,6 +1,8 @@
 //! The one decoder: explicit forward and backward over a forest, by config. No autograd graph; a layer's backward is its
 //! forward read upside down (`layer`). Sampling is in `rollout`, files in `checkpoint`.
 
+pub(crate) mod memory;
+
 use hone_kernels::{Forest, Prediction, Tensor, embedding, head, head::Scores, norm};
 use hone_runs::Result;
 
@@ -201,6 +203,7 @@ impl Decoder {
         assert!(ws.kept != Keep::Outputs && ws.rows == forest.rows(), "backward follows a training forward");
         let layers = self.config.layers;
         ws.uses.clear();
+        ws.uses.reserve_exact(forest.rows());
         for segment in forest.segments() {
             ws.uses.extend(std::iter::repeat_n(segment.uses, segment.len));
         }

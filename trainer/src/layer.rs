@@ -1,6 +1,8 @@
 //! One layer of the decoder, forward and backward by hand: norm, mixer, norm, feed-forward, with the residual plain or
 //! scaled. How rows see each other (a forest, or caches while decoding) is the caller's [`Mixing`]; all else is per row.
 
+pub(crate) mod memory;
+
 use hone_kernels::{Forest, Tensor, experts, lightning, linear, norm, pointwise, rope, router, softmax};
 
 use crate::config::{ModelConfig, Norm, Router};

@@ -14,7 +14,8 @@ use crate::{
     loss::{Algorithm, Band, Normaliser},
     tokenizer::Tokenizer,
 };
-pub use estimate::{Estimate, estimate};
+pub use estimate::{Estimate, Spending, estimate};
+pub(crate) use estimate::{Named, params, spending};
 use hone_evals::{
     suite::Split,
     task::{Task, TaskSpec},

@@ -130,6 +130,14 @@ fn sample(spec: &Rl, source: Source, number: u64, learner: &mut Learner, tally: 
     Ok(groups)
 }
 
+/// Tokens of the longest of `count` prompts.
+pub(crate) fn longest_prompt(task: &dyn Task, tokenizer: &Tokenizer, count: u64) -> Result<usize> {
+    (0..count).try_fold(0, |most, i| {
+        let problem = task.draw(&mut draws(0, "longest prompt", 0, i))?;
+        Ok(most.max(encode(&problem, task, tokenizer)?.len()))
+    })
+}
+
 fn encode(problem: &Problem, task: &dyn Task, tokenizer: &Tokenizer) -> Result<Vec<u32>> {
     let prompt = tokenizer.encode(&problem.prompt)?;
     if prompt.is_empty() {

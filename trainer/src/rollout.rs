@@ -15,9 +15,9 @@ use crate::decoder::{Decoder, Keep, Workspace};
 use crate::layer::{Mixing, OverForest};
 
 /// Sequences decoded at once, at most: bounds memory, and past some hundreds of rows a step gains nothing from more.
-const ACTIVE: usize = 256;
+pub(crate) const ACTIVE: usize = 256;
 /// Prompt rows prefilled at once, at most, unless one prompt alone is longer.
-const PREFILL_ROWS: usize = 8192;
+pub(crate) const PREFILL_ROWS: usize = 8192;
 /// A token this probable counts toward the repetition stop (MiniMax-M1, arXiv:2506.13585 §3.2).
 const CERTAIN: f32 = 0.99;
 

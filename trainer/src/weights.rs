@@ -204,13 +204,27 @@ pub(crate) fn gather(plan: &[Planned], tensors: Vec<Tensor>) -> Weights {
     Weights { names: Arc::new(plan.iter().map(|p| p.name.clone()).collect()), tensors }
 }
 
+/// Whether products with a tensor run in the model's dtype: those with the layers' matrices. Embedding, head and router are f32 in any
+/// case (MiniMax-M1, arXiv:2506.13585 §3.2, of the head).
+fn in_dtype(name: &str, shape: &[usize]) -> bool {
+    name.starts_with("model.layers.") && shape.len() > 1 && !name.ends_with(".block_sparse_moe.gate.weight")
+}
+
+/// Bytes of what [`Weights::set_dtype`] keeps of a tensor.
+pub(crate) fn rounded_bytes(config: &ModelConfig, name: &str, shape: &[usize]) -> usize {
+    match shape {
+        [stack @ .., rows, cols] if config.dtype.here() == "bf16" && in_dtype(name, shape) => {
+            4 * stack.iter().product::<usize>() * rows.div_ceil(2) * cols
+        }
+        _ => 0,
+    }
+}
+
 impl Weights {
-    /// Sets what products with the layers' matrices multiply, and keeps those rounded beside them. Embedding, head and router stay f32
-    /// (MiniMax-M1, arXiv:2506.13585 §3.2, of the head).
+    /// Sets what products with the layers' matrices multiply, and keeps those rounded beside them.
     pub(crate) fn set_dtype(&mut self, dtype: Dtype) {
         for (name, tensor) in self.names.iter().zip(&mut self.tensors) {
-            let routes = name.ends_with(".block_sparse_moe.gate.weight");
-            if name.starts_with("model.layers.") && tensor.shape().len() > 1 && !routes {
+            if in_dtype(name, tensor.shape()) {
                 tensor.set_dtype(dtype);
                 tensor.round();
             }
