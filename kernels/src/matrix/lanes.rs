@@ -107,7 +107,7 @@ impl<S: Simd> Lanes for F32<S> {
     }
     #[inline(always)]
     fn along(self, x: &[f32], out: &mut [f32]) {
-        out.copy_from_slice(x);
+        copy(x, out);
     }
     #[inline(always)]
     fn across(self, x: &[f32], _: Option<&[f32]>, out: &mut [f32]) {
