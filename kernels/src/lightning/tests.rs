@@ -280,6 +280,16 @@ fn strong_decay_and_long_sequences_stay_finite() {
 }
 
 #[test]
+fn a_million_tokens_stay_finite() {
+    let shape = Heads { head_dim: 2, slopes: vec![1e-7, 1e3], block: 256 };
+    let forest = Forest::from_sequences([&vec![0u32; 1 << 20][..]]);
+    let x = inputs(&shape, &forest, 1);
+    let out = run(&shape, &forest, &x);
+    let grads = run_back(&shape, &forest, &x, &random(9, x[0].shape()));
+    assert!([&out].into_iter().chain(&grads).all(|x| x.data().iter().all(|x| x.is_finite())));
+}
+
+#[test]
 fn an_empty_forest_is_an_empty_result() {
     let shape = heads((2, 4, 8));
     let forest = Forest::from_sequences([]);
