@@ -2,6 +2,7 @@
 
 use crate::output;
 use hone_runs::{Result, launcher};
+use hone_trainer::config::Dtype;
 use serde_json::{Value, json};
 
 /// Prints a line a finding; nothing here fails.
@@ -11,6 +12,7 @@ pub fn run(json: bool) -> Result<()> {
         ("hone", json!(env!("CARGO_PKG_VERSION"))),
         ("cores", json!(cores)),
         ("vector", json!(hone_trainer::engine::instruction_set())),
+        ("products", json!(if Dtype::Bf16.here() == "bf16" { "f32, bf16" } else { "f32" })),
         ("memory", json!(memory())),
         ("git", json!(first_line("git", &["--version"]))),
         ("device", json!("cpu")),

@@ -145,10 +145,19 @@ fn fill<K: Lanes>(k: K, a: Matrix, top: usize, bottom: usize, from: usize, to: u
         for (first, tile) in (top..bottom).step_by(16).zip(tile.chunks_mut(16)) {
             let last = bottom.min(first + 16);
             let mut block = [[K::Lane::zeroed(); 16]; 16];
-            for (i, block) in block.iter_mut().enumerate().take(16.min(len - lane)) {
-                let at = from + (lane + i) * K::ELEMENTS;
-                let second = (K::ELEMENTS == 2 && at + 1 < to).then(|| &a.line(at + 1)[first..last]);
-                k.across(&a.line(at)[first..last], second, &mut block[..last - first]);
+            // With sizes that the compiler knows, a whole block stays in registers.
+            if last == first + 16 && from + (lane + 16) * K::ELEMENTS <= to {
+                for i in 0..16 {
+                    let at = from + (lane + i) * K::ELEMENTS;
+                    let second = (K::ELEMENTS == 2).then(|| &a.line(at + 1)[first..first + 16]);
+                    k.across(&a.line(at)[first..first + 16], second, &mut block[i]);
+                }
+            } else {
+                for (i, block) in block.iter_mut().enumerate().take(16.min(len - lane)) {
+                    let at = from + (lane + i) * K::ELEMENTS;
+                    let second = (K::ELEMENTS == 2 && at + 1 < to).then(|| &a.line(at + 1)[first..last]);
+                    k.across(&a.line(at)[first..last], second, &mut block[..last - first]);
+                }
             }
             k.transpose(&mut block);
             for (tile, block) in tile.iter_mut().zip(&block[..last - first]) {
@@ -162,8 +171,14 @@ fn fill<K: Lanes>(k: K, a: Matrix, top: usize, bottom: usize, from: usize, to: u
 #[inline(always)]
 fn block_of<K: Lanes>(k: K, b: Matrix, first: usize, lines: usize, from: usize, to: usize) -> [[K::Lane; 16]; 16] {
     let mut block = [[K::Lane::zeroed(); 16]; 16];
-    for (i, block) in block.iter_mut().enumerate().take(lines) {
-        k.along(&b.line(first + i)[from..to], &mut block[..(to - from).div_ceil(K::ELEMENTS)]);
+    if lines == 16 && to - from == 16 * K::ELEMENTS {
+        for i in 0..16 {
+            k.along(&b.line(first + i)[from..from + 16 * K::ELEMENTS], &mut block[i]);
+        }
+    } else {
+        for (i, block) in block.iter_mut().enumerate().take(lines) {
+            k.along(&b.line(first + i)[from..to], &mut block[..(to - from).div_ceil(K::ELEMENTS)]);
+        }
     }
     k.transpose(&mut block);
     block
@@ -217,6 +232,15 @@ fn meet_rows<K: Lanes, const R: usize>(
                 sums[r][c] = k.step(tile[r][l], registers[c], sums[r][c]);
             }
         }
+    }
+    if right == left + WIDE * K::WIDTH {
+        for r in 0..R {
+            let out = &mut out.row(top + r)[left..left + WIDE * K::WIDTH];
+            for c in 0..WIDE {
+                k.store(sums[r][c], &mut out[c * K::WIDTH..(c + 1) * K::WIDTH], add);
+            }
+        }
+        return;
     }
     for (r, sums) in sums.into_iter().enumerate() {
         let mut out = &mut out.row(top + r)[left..right];
