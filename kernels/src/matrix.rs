@@ -317,6 +317,31 @@ mod tests {
         }
     }
 
+    /// AVX-512, AVX2 and none of them: the sums are the same, in the same order.
+    #[test]
+    fn every_instruction_set_gives_the_same_bits() {
+        fn on<S: Simd>(s: S, a: Matrix, b: Matrix) -> Vec<f32> {
+            let mut out = vec![0.5; a.rows() * b.cols()];
+            let stride = b.cols();
+            let mut part = Out::new(a, b, &mut out, stride);
+            tile::product(F32(s), a, b, Write::Add, &mut part, &mut vec![f32::NAN; tile::memory(a, b)]);
+            out
+        }
+        for (m, k, n) in [(1, 40, 33), (8, 20, 70), (13, 530, 5), (50, 17, 300)] {
+            let (a, b) = (oracle::random(1, &[m * k]), oracle::random(2, &[k * n]));
+            let as_it_lies = (Matrix::new(a.data(), m, k), Matrix::new(b.data(), k, n));
+            let turned = (Matrix::new(a.data(), k, m).transposed(), Matrix::new(b.data(), n, k).transposed());
+            for (a, b) in [as_it_lies, turned] {
+                let plain = on(pulp::Scalar::new(), a, b);
+                assert_eq!(dispatch!(|s| on(s, a, b)), plain, "{m} {k} {n}");
+                #[cfg(target_arch = "x86_64")]
+                if let Some(v3) = pulp::x86::V3::try_new() {
+                    assert_eq!(on(v3, a, b), plain, "AVX2, {m} {k} {n}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn a_tile_of_columns_is_a_tile_of_the_product() {
         let (a, b) = (oracle::random(1, &[5, 7]), oracle::random(2, &[7, 20]));
