@@ -378,6 +378,9 @@ pub struct Logprobs {
     /// JSON Lines, each `{"tokens": […]}`.
     #[arg(long)]
     pub tokens: PathBuf,
+    /// Also list the most probable tokens in each place, with their log-probs.
+    #[arg(long, default_value_t = 0, value_name = "K")]
+    pub top: usize,
     /// Device and threads.
     #[command(flatten)]
     pub compute: Compute,

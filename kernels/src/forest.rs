@@ -71,6 +71,9 @@ impl Forest {
             if s.len > tokens.len() - row {
                 return err("runs past the last token");
             }
+            if u32::try_from(row + s.len).is_err() {
+                return err("runs past the last row that 32 bits count");
+            }
             match s.parent {
                 Some(p) if p >= i => return err("has a parent that does not stand before it"),
                 Some(p) => {
@@ -92,10 +95,8 @@ impl Forest {
                 positions[last] + 1
             });
             open.push(i);
-            for j in 0..s.len {
-                positions.push(depth + j as u32);
-                segment_of.push(i as u32);
-            }
+            positions.extend(depth..depth + s.len as u32);
+            segment_of.resize(row + s.len, i as u32);
             row += s.len;
         }
         if row != tokens.len() {

@@ -2,7 +2,8 @@
 //!
 //! Rows that predict are gathered in blocks. A block meets the head's columns tile by tile: a product into a small scratch, and a
 //! running maximum, sum and moment a row (Milakov & Gimelshein, arXiv:1805.02867). The tiles follow from V alone, so a row's
-//! bits are the same in every block; backward makes the tiles again.
+//! bits are the same in every block; backward makes the tiles again. The most probable tokens of a row, where wanted, are kept
+//! in the same pass.
 
 use std::ops::Range;
 
@@ -29,20 +30,32 @@ pub struct Scores {
     pub entropy: Vec<f32>,
     /// Log of the softmax's denominator over logits / temperature, maximum added back: kept for backward.
     pub lse: Vec<f32>,
+    /// The row's most probable tokens with their log-probs, greatest logit first, equal ones by id: as many a prediction as were
+    /// wanted, or the whole vocabulary where it is smaller.
+    pub top: Vec<(u32, f32)>,
 }
 
-/// Scores `predictions` (sorted by row) of `hidden[T, H]` under `head[H, V]`; logits are divided by `temperature` > 0.
+/// Scores `predictions` (sorted by row) of `hidden[T, H]` under `head[H, V]`, and lists the `top` most probable tokens of each; logits
+/// are divided by `temperature` > 0.
 ///
 /// Panics where predictions are not sorted, or name rows or targets that are not there.
-pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], temperature: f32, scores: &mut Scores) {
-    let (width, inverse) = (hidden.cols(), inverse(temperature));
+pub fn forward(
+    hidden: &Tensor,
+    head: &Tensor,
+    predictions: &[Prediction],
+    temperature: f32,
+    top: usize,
+    scores: &mut Scores,
+) {
+    let (width, inverse, top) = (hidden.cols(), inverse(temperature), top.min(head.cols()));
     assert!(predictions.iter().all(|p| (p.target as usize) < head.cols()), "targets are below {}", head.cols());
     for values in [&mut scores.logprob, &mut scores.entropy, &mut scores.lse] {
         values.resize(predictions.len(), 0.0);
     }
+    scores.top.resize(predictions.len() * top, (0, 0.0));
     let rows = predicting_rows(predictions, |_| true);
     let tiles = Tiles::of(head.cols());
-    let mut stats = Vec::new();
+    let (mut stats, mut best) = (Vec::new(), Vec::new());
     for block in rows.chunks(tiles.rows()) {
         scratch::with(block.len() * (width + tiles.width), |memory| {
             let (x, memory) = memory.split_at_mut(block.len() * width);
@@ -50,6 +63,7 @@ pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], tempe
             let x = Matrix::new(x, block.len(), width);
             stats.clear();
             stats.resize(block.len(), Softmax::EMPTY);
+            best.resize(block.len() * top, (0, 0.0));
             for (from, to) in tiles.ranges() {
                 let n = to - from;
                 let logits = &mut memory[..block.len() * n];
@@ -58,6 +72,14 @@ pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], tempe
                     let logits = &logits[first * n..][..stats.data.len() * n];
                     scratch::with(2 * n, |temporary| dispatch!(|s| absorb(s, logits, inverse, stats.data, temporary)));
                 });
+                if top > 0 {
+                    for_rows(block.len(), n, Rows { data: &mut best, cols: top }, |first, best| {
+                        let rows = logits[first * n..].chunks_exact(n).zip(best.data.chunks_exact_mut(top));
+                        dispatch!(|s| for (row, best) in rows {
+                            rank(s, row, from, best);
+                        });
+                    });
+                }
                 for (row, group) in logits.chunks_exact(n).zip(block) {
                     for p in group.clone() {
                         if let Some(logit) = (predictions[p].target as usize).checked_sub(from).and_then(|i| row.get(i))
@@ -68,11 +90,15 @@ pub fn forward(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], tempe
                 }
             }
         });
-        for (group, softmax) in block.iter().zip(&stats) {
+        for (i, (group, softmax)) in block.iter().zip(&stats).enumerate() {
+            let logprob = |logit| logprob(logit, inverse, softmax.most, softmax.sum.ln());
+            let best = &mut best[i * top..(i + 1) * top];
+            best.iter_mut().for_each(|(_, x)| *x = logprob(*x));
             for p in group.clone() {
-                scores.logprob[p] = logprob(scores.logprob[p], inverse, softmax.most, softmax.sum.ln());
+                scores.logprob[p] = logprob(scores.logprob[p]);
                 scores.entropy[p] = softmax.entropy();
                 scores.lse[p] = softmax.lse();
+                scores.top[p * top..(p + 1) * top].copy_from_slice(best);
             }
         }
     }
@@ -279,6 +305,27 @@ fn absorb<S: Simd>(s: S, logits: &[f32], inverse: f32, softmaxes: &mut [Softmax]
     }
 }
 
+/// Takes a row's tile of logits, the first that of token `from`, into its best so far: greatest first, equal ones by id. NaN has no
+/// place of its own; a row with one has no log-probs either.
+#[inline(always)]
+fn rank<S: Simd>(s: S, logits: &[f32], from: usize, best: &mut [(u32, f32)]) {
+    const CHUNK: usize = 4 * simd::LANES;
+    for (seen, chunk) in (from..).step_by(CHUNK).zip(logits.chunks(CHUNK)) {
+        if seen >= best.len() && simd::max(s, chunk) <= best[best.len() - 1].1 {
+            continue; // as most chunks of a large vocabulary
+        }
+        for (id, &logit) in (seen..).zip(chunk) {
+            let kept = id.min(best.len());
+            let place = best[..kept].partition_point(|(_, other)| *other >= logit);
+            if place < best.len() {
+                let end = (kept + 1).min(best.len());
+                best[place..end].rotate_right(1);
+                best[place] = (id as u32, logit);
+            }
+        }
+    }
+}
+
 /// `x = weight · e^(x · inverse − lse)`.
 #[inline(always)]
 fn weighed_probabilities<S: Simd>(s: S, x: &mut [f32], inverse: f32, lse: f32, weight: f32) {
@@ -306,6 +353,14 @@ pub(crate) mod plain {
         let most = logits.iter().fold(f64::NEG_INFINITY, |m, &x| m.max(x));
         let lse = most + logits.iter().map(|x| (x - most).exp()).sum::<f64>().ln();
         logits.iter().map(|x| x - lse).collect()
+    }
+
+    /// The most probable tokens of one row by sorting all.
+    pub(crate) fn top(distribution: &[f64], top: usize) -> Vec<(u32, f64)> {
+        let mut all: Vec<(u32, f64)> = (0..).zip(distribution.iter().copied()).collect();
+        all.sort_by(|a, b| b.1.total_cmp(&a.1)); // stable: equal ones stay by id
+        all.truncate(top);
+        all
     }
 
     pub(crate) fn backward(
@@ -358,8 +413,12 @@ mod tests {
     }
 
     fn scored(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], temperature: f32) -> Scores {
+        listed(hidden, head, predictions, temperature, 0)
+    }
+
+    fn listed(hidden: &Tensor, head: &Tensor, predictions: &[Prediction], temperature: f32, top: usize) -> Scores {
         let mut scores = Scores::default();
-        forward(hidden, head, predictions, temperature, &mut scores);
+        forward(hidden, head, predictions, temperature, top, &mut scores);
         scores
     }
 
@@ -398,6 +457,58 @@ mod tests {
             assert_close(d_hidden.data(), &twin.0, 1e-4, 1e-5);
             assert_close(d_head.data(), &twin.1, 1e-4, 1e-5);
         }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        #[test]
+        fn the_top_equals_sorting_the_whole_distribution(
+            rows in 1usize..12, width in 1usize..20,
+            vocabulary in prop_oneof![4 => 1usize..200, 1 => 1020usize..1060, 1 => 2500usize..2600],
+            count in 1usize..20, top in 0usize..=20, ties in any::<bool>(), temperature in prop_oneof![Just(1.0f32), 0.3f32..3.0],
+            seed in 0u64..1000,
+        ) {
+            let (hidden, mut head) = (random(seed, &[rows, width]), random(seed + 1, &[width, vocabulary]));
+            if ties {
+                // Few distinct columns, so that most logits have equals, in other tiles too.
+                for line in head.data_mut().chunks_exact_mut(vocabulary) {
+                    (0..vocabulary).for_each(|v| line[v] = line[v % 7 % vocabulary]);
+                }
+            }
+            let predictions = predictions(seed + 2, rows, vocabulary, count);
+            let scores = listed(&hidden, &head, &predictions, temperature, top);
+            let (mut logits, mut logprobs) = (Tensor::default(), Tensor::default());
+            crate::linear::forward(&hidden, &head, &mut logits);
+            distributions(&hidden, &head, temperature, &mut logprobs);
+            let top = top.min(vocabulary);
+            prop_assert_eq!(scores.top.len(), predictions.len() * top);
+            for (i, p) in predictions.iter().enumerate() {
+                let (row, found) = (p.row as usize, &scores.top[i * top..(i + 1) * top]);
+                let exact: Vec<f64> = logits.row(row).iter().map(|&x| x.into()).collect();
+                let sorted = plain::top(&exact, top);
+                let bits = |id: u32, logprob: f32| (id, logprob.to_bits());
+                let truth: Vec<_> = sorted.iter().map(|(id, _)| bits(*id, logprobs.row(row)[*id as usize])).collect();
+                prop_assert_eq!(found.iter().map(|(id, x)| bits(*id, *x)).collect::<Vec<_>>(), truth);
+                let twin = plain::distribution(hidden.row(row), &head, temperature);
+                for ((id, logprob), (_, expected)) in found.iter().zip(plain::top(&twin, top)) {
+                    assert_close(&[*logprob], &[expected], 1e-5, 1e-5);
+                    assert_close(&[twin[*id as usize]], &[expected], 1e-5, 1e-5);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn equal_logits_are_listed_by_id_and_a_small_vocabulary_whole() {
+        let (hidden, head) = (Tensor::from_vec(vec![1.0], &[1, 1]), Tensor::from_vec(vec![7.0, 9.0, 7.0], &[1, 3]));
+        let two = [Prediction { row: 0, target: 0 }, Prediction { row: 0, target: 2 }];
+        let ids = |top| listed(&hidden, &head, &two, 1.0, top).top.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+        assert_eq!([ids(0), ids(2), ids(20)], [vec![], vec![1, 0, 1, 0], vec![1, 0, 2, 1, 0, 2]]);
+        let infinite = Tensor::from_vec(vec![f32::NEG_INFINITY, 0.0, f32::NEG_INFINITY], &[1, 3]);
+        let scores = listed(&hidden, &infinite, &two[..1], 1.0, 2);
+        assert_eq!(scores.top, [(1, 0.0), (0, f32::NEG_INFINITY)]);
+        let nan = Tensor::from_vec(vec![f32::NAN; 90], &[1, 90]);
+        assert!(listed(&hidden, &nan, &two[..1], 1.0, 20).top.iter().all(|(_, logprob)| logprob.is_nan()));
     }
 
     #[test]
@@ -494,14 +605,15 @@ mod tests {
         let run = |threads| {
             Pool::new(threads)
                 .expect("threads")
-                .run(|| (scored(&hidden, &head, &all, 1.0), gradients(&hidden, &head, &all, 1.0, d_logprob.data())))
+                .run(|| (listed(&hidden, &head, &all, 1.0, 5), gradients(&hidden, &head, &all, 1.0, d_logprob.data())))
         };
         let (scores, (d_hidden, d_head)) = run(1);
         assert_eq!((scores.clone(), (d_hidden.clone(), d_head.clone())), run(3));
         for (i, p) in all.iter().enumerate().step_by(97) {
             let one = Tensor::from_vec(hidden.row(p.row as usize).to_vec(), &[1, 24]);
-            let alone = scored(&one, &head, &[Prediction { row: 0, ..*p }], 1.0);
+            let alone = listed(&one, &head, &[Prediction { row: 0, ..*p }], 1.0, 5);
             assert_eq!(alone.logprob[0].to_bits(), scores.logprob[i].to_bits());
+            assert_eq!(alone.top, scores.top[5 * i..5 * (i + 1)]);
         }
         let twin = plain::backward(&hidden, &head, &all, 1.0, d_logprob.data());
         assert_close(d_hidden.data(), &twin.0, 1e-4, 1e-4);

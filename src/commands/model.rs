@@ -46,5 +46,5 @@ pub fn logprobs(args: &cli::Logprobs) -> Result<()> {
         sequences.push(line.tokens);
     }
     let engine = Engine::load(&args.model, threads(&args.compute))?;
-    engine.logprobs(&sequences)?.iter().try_for_each(output::json_line)
+    engine.logprobs(&sequences, args.top)?.iter().try_for_each(output::json_line)
 }

@@ -34,6 +34,14 @@ fn train_eval_generate_logprobs_work_on_their_own() {
     let loss = lines[0]["loss"].as_f64().expect("a number");
     assert!((loss + logprobs.iter().sum::<f64>() / 2.0).abs() < 1e-6);
     assert_eq!(lines[1], serde_json::json!({"logprobs": [], "loss": null}));
+    let top =
+        expect(hone().args(["logprobs", "--top", "2", "--model"]).arg(&run).arg("--tokens").arg(&tokens), 0).stdout;
+    let top: serde_json::Value =
+        serde_json::from_slice(top.split(|b| *b == b'\n').next().expect("a line")).expect("JSON");
+    assert_eq!(top["logprobs"], lines[0]["logprobs"]);
+    let places = top["top"].as_array().expect("a list");
+    assert!(places.len() == 2 && places.iter().all(|p| p.as_array().is_some_and(|p| p.len() == 2)), "{top}");
+    assert!(places[0][0][1].as_f64() >= places[0][1][1].as_f64() && places[0][0][1].as_f64() >= Some(logprobs[0]));
 }
 
 #[test]

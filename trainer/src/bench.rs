@@ -341,7 +341,7 @@ fn head_and_products(machine: &mut Machine, see: &mut See) -> Result<()> {
     let work = Work { tokens: rows as f64, flops: 8.0 * (rows * width) as f64 * vocabulary as f64, ..Work::default() };
     let shape = format!("[{rows}, {width}] · [{width}, {vocabulary}]");
     see(machine.measure("head, forward and backward", shape, work, || {
-        head::forward(&hidden, &weights, &predictions, 1.0, &mut scores);
+        head::forward(&hidden, &weights, &predictions, 1.0, 0, &mut scores);
         head::backward(&hidden, &weights, &predictions, 1.0, &scores, &d_logprob, &mut d_hidden, &mut d_head);
     }))?;
 

@@ -177,9 +177,17 @@ impl Decoder {
         self.index.head.map_or(tied, |head| self.weights.at(head))
     }
 
-    /// Log-prob and entropy of each prediction (sorted by row), after [`Self::forward`]. Logits are divided by `temperature` > 0.
-    pub fn score(&self, predictions: &[Prediction], temperature: f32, ws: &mut Workspace, scores: &mut Scores) {
-        head::forward(&ws.hidden, self.head(&ws.tied_head), predictions, temperature, scores);
+    /// Log-prob and entropy of each prediction (sorted by row), and the `top` most probable tokens there, after [`Self::forward`].
+    /// Logits are divided by `temperature` > 0.
+    pub fn score(
+        &self,
+        predictions: &[Prediction],
+        temperature: f32,
+        top: usize,
+        ws: &mut Workspace,
+        scores: &mut Scores,
+    ) {
+        head::forward(&ws.hidden, self.head(&ws.tied_head), predictions, temperature, top, scores);
     }
 
     /// Log-probs of the whole vocabulary for each row of `hidden[N, H]`: `out[N, V]`, after [`Self::prepare_head`].

@@ -42,6 +42,9 @@ pub struct LogProbs {
     pub logprobs: Vec<f32>,
     /// Mean negative log-prob; None where there is none.
     pub loss: Option<f64>,
+    /// In place of each token after the first, the most probable ones with their log-probs, where they were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub top: Option<Vec<Vec<(u32, f32)>>>,
 }
 
 impl Engine {
@@ -61,11 +64,11 @@ impl Engine {
         })
     }
 
-    /// Log-probs of each of `sequences`.
+    /// Log-probs of each of `sequences`, with the `top` most probable tokens in each place (0: none).
     ///
     /// # Errors
     /// Usage, where a sequence is empty or names an id past the vocabulary.
-    pub fn logprobs(&self, sequences: &[Vec<u32>]) -> Result<Vec<LogProbs>> {
+    pub fn logprobs(&self, sequences: &[Vec<u32>], top: usize) -> Result<Vec<LogProbs>> {
         for (i, sequence) in sequences.iter().enumerate() {
             let vocab = self.decoder.config.vocab_size;
             let refuse = |what: String| Err(Failure::new(Class::Usage, format!("Token sequence {} {what}.", i + 1)));
@@ -87,13 +90,20 @@ impl Engine {
                 };
                 let (batch, after) = rest.split_at(rest.iter().take_while(fits).count().max(1));
                 rest = after;
-                self.score_batch(batch, &mut ws, &mut scores, &mut out);
+                self.score_batch(batch, top, &mut ws, &mut scores, &mut out);
             }
             out
         }))
     }
 
-    fn score_batch(&self, batch: &[Vec<u32>], ws: &mut Workspace, scores: &mut Scores, out: &mut Vec<LogProbs>) {
+    fn score_batch(
+        &self,
+        batch: &[Vec<u32>],
+        top: usize,
+        ws: &mut Workspace,
+        scores: &mut Scores,
+        out: &mut Vec<LogProbs>,
+    ) {
         // The last token of a sequence predicts nothing.
         let forest = Forest::from_sequences(batch.iter().map(|s| &s[..s.len() - 1]));
         let targets = batch.iter().flat_map(|s| &s[1..]);
@@ -103,14 +113,19 @@ impl Engine {
             scores.logprob.clear();
         } else {
             self.decoder.forward(&forest, &Pass::default(), ws);
-            self.decoder.score(&predictions, 1.0, ws, scores);
+            self.decoder.score(&predictions, 1.0, top, ws, scores);
         }
         let mut rest = scores.logprob.as_slice();
+        let mut lists = scores.top.chunks(top.clamp(1, self.decoder.config.vocab_size));
         for sequence in batch {
             let (logprobs, after) = rest.split_at(sequence.len() - 1);
             rest = after;
             let mean = logprobs.iter().map(|&p| f64::from(p)).sum::<f64>() / logprobs.len() as f64;
-            out.push(LogProbs { logprobs: logprobs.to_vec(), loss: (!logprobs.is_empty()).then_some(-mean) });
+            out.push(LogProbs {
+                logprobs: logprobs.to_vec(),
+                loss: (!logprobs.is_empty()).then_some(-mean),
+                top: (top > 0).then(|| lists.by_ref().take(logprobs.len()).map(<[_]>::to_vec).collect()),
+            });
         }
     }
 }
@@ -168,7 +183,7 @@ impl LanguageModel for Engine {
                 places.push(place);
             }
         }
-        for ((place, tokens), scored) in places.into_iter().zip(&sequences).zip(self.logprobs(&sequences)?) {
+        for ((place, tokens), scored) in places.into_iter().zip(&sequences).zip(self.logprobs(&sequences, 0)?) {
             scores[place] = TextScore {
                 logprob: scored.logprobs.iter().map(|&p| f64::from(p)).sum(),
                 tokens: scored.logprobs.len(),

@@ -83,7 +83,7 @@ impl Learner {
     pub fn score(&mut self, batch: &Batch, temperature: f32, logprob: &mut Vec<f32>, entropy: &mut Vec<f32>) {
         let pass = Pass { train: true, ..Pass::default() };
         self.decoder.forward(&batch.forest, &pass, &mut self.workspace);
-        self.decoder.score(&batch.predictions, temperature, &mut self.workspace, &mut self.scores);
+        self.decoder.score(&batch.predictions, temperature, 0, &mut self.workspace, &mut self.scores);
         batch.gather(&self.scores.logprob, logprob);
         batch.gather(&self.scores.entropy, entropy);
         self.spent.train(&self.decoder.config, &batch.forest);

@@ -30,7 +30,7 @@ fn step(
     pool(threads).run(|| {
         let (mut ws, mut scores, mut grads) = (Workspace::default(), Scores::default(), decoder.weights.zeros_like());
         decoder.forward(forest, &Pass { train: true, ..pass }, &mut ws);
-        decoder.score(predictions, temperature, &mut ws, &mut scores);
+        decoder.score(predictions, temperature, 0, &mut ws, &mut scores);
         let balance = decoder.backward(forest, predictions, temperature, &scores, d, AUX, &mut ws, &mut grads);
         Step { scores, grads, balance, routes: ws.routes().to_vec() }
     })
@@ -249,7 +249,7 @@ fn a_workspace_can_be_reused_for_any_batch() {
             let predictions = predictions(forest);
             let mut scores = Scores::default();
             decoder.forward(forest, pass, ws);
-            decoder.score(&predictions, 1.0, ws, &mut scores);
+            decoder.score(&predictions, 1.0, 0, ws, &mut scores);
             scores
         };
         let train = Pass { train: true, ..Pass::default() };
@@ -288,7 +288,7 @@ fn gradients_are_added_to() {
         let (mut ws, mut scores, mut grads) = (Workspace::default(), Scores::default(), decoder.weights.zeros_like());
         for _ in 0..2 {
             decoder.forward(&forest, &Pass { train: true, ..Pass::default() }, &mut ws);
-            decoder.score(&predictions, 1.0, &mut ws, &mut scores);
+            decoder.score(&predictions, 1.0, 0, &mut ws, &mut scores);
             decoder.backward(&forest, &predictions, 1.0, &scores, &d, AUX, &mut ws, &mut grads);
         }
         for ((name, twice), (_, once)) in grads.iter().zip(once.grads.iter()) {

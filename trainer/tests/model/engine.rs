@@ -56,23 +56,34 @@ fn stop_strings_of_several_characters_are_left_out() {
 fn logprobs_are_of_all_tokens_but_the_first() {
     let engine = engine(decoder(hybrid(), 52));
     let sequences = vec![vec![3], vec![1, 2, 3, 4], vec![5, 6]];
-    let scored = engine.logprobs(&sequences).unwrap();
+    let scored = engine.logprobs(&sequences, 0).unwrap();
     assert_eq!((scored[0].logprobs.len(), scored[0].loss), (0, None));
     assert_eq!(scored[1].logprobs.len(), 3);
     let mean = scored[1].logprobs.iter().map(|&p| -f64::from(p)).sum::<f64>() / 3.0;
     assert_eq!(scored[1].loss, Some(mean));
     assert_eq!(serde_json::to_string(&scored[0]).unwrap(), r#"{"logprobs":[],"loss":null}"#);
     // A sequence's log-probs do not depend on its company.
-    assert_eq!(engine.logprobs(&sequences[1..2]).unwrap()[0], scored[1]);
+    assert_eq!(engine.logprobs(&sequences[1..2], 0).unwrap()[0], scored[1]);
 
     // The chain rule: the last token's log-prob is that of sampling it.
     let probabilities: f64 = (0..VOCAB as u32)
-        .map(|last| f64::from(engine.logprobs(&[vec![1, 2, last]]).unwrap()[0].logprobs[1]).exp())
+        .map(|last| f64::from(engine.logprobs(&[vec![1, 2, last]], 0).unwrap()[0].logprobs[1]).exp())
         .sum();
     assert!((probabilities - 1.0).abs() < 1e-5);
 
+    // The most probable tokens of a place, with the log-probs that they have as its token.
+    let with_top = engine.logprobs(&sequences, 3).unwrap();
+    assert_eq!(with_top[0].top, Some(vec![]));
+    assert_eq!((&with_top[1].logprobs, with_top[2].top.as_ref().map(Vec::len)), (&scored[1].logprobs, Some(1)));
+    let last = &with_top[1].top.as_ref().unwrap()[2];
+    let mut all: Vec<_> =
+        (0..VOCAB as u32).map(|id| (id, engine.logprobs(&[vec![1, 2, 3, id]], 0).unwrap()[0].logprobs[2])).collect();
+    all.sort_by(|a, b| b.1.total_cmp(&a.1));
+    assert_eq!(last, &all[..3]);
+    assert_eq!(engine.logprobs(&sequences[1..2], 100).unwrap()[0].top.as_ref().unwrap()[0].len(), VOCAB);
+
     for bad in [vec![], vec![1, VOCAB as u32]] {
-        let failure = engine.logprobs(&[vec![1], bad]).unwrap_err();
+        let failure = engine.logprobs(&[vec![1], bad], 0).unwrap_err();
         assert_eq!(failure.class, Class::Usage);
         assert!(failure.message.starts_with("Token sequence 2 "), "{failure}");
     }
@@ -83,8 +94,11 @@ fn texts_are_scored_from_their_second_token() {
     let engine = engine(decoder(dense(), 53));
     let scores = engine.score(&strings(&["1+2", "", "7"])).unwrap();
     assert_eq!((scores[0].tokens, scores[0].bytes), (2, 2));
-    let expected: f64 =
-        engine.logprobs(&[tokenizer().encode("1+2").unwrap()]).unwrap()[0].logprobs.iter().map(|&p| f64::from(p)).sum();
+    let expected: f64 = engine.logprobs(&[tokenizer().encode("1+2").unwrap()], 0).unwrap()[0]
+        .logprobs
+        .iter()
+        .map(|&p| f64::from(p))
+        .sum();
     assert_eq!(scores[0].logprob, expected);
     assert_eq!((scores[1].tokens, scores[2].tokens, scores[2].logprob), (0, 0, 0.0));
 }

@@ -40,7 +40,7 @@ fn trained(decoder: &Decoder, prompt: &[u32], samples: &[Sample], temperature: f
     predictions.dedup();
     let (mut ws, mut scores) = (Workspace::default(), Scores::default());
     decoder.forward(&forest, &Pass::default(), &mut ws);
-    decoder.score(&predictions, temperature, &mut ws, &mut scores);
+    decoder.score(&predictions, temperature, 0, &mut ws, &mut scores);
     let k = decoder.config.experts_per_token;
     let found = |p: &Prediction| scores.logprob[predictions.binary_search(p).unwrap()];
     let routes = |p: &Prediction| {
