@@ -22,7 +22,7 @@
 //! assert!(outcome.tokens >= 3000);
 //!
 //! let engine = Engine::load(&out, 1)?;
-//! assert_eq!(engine.logprobs(&[vec![49, 43, 50]])?[0].logprobs.len(), 2);
+//! assert_eq!(engine.logprobs(&[vec![49, 43, 50]], 0)?[0].logprobs.len(), 2);
 //! # Ok(())
 //! # }
 //! ```

@@ -136,7 +136,7 @@ mod tests {
         let (mut scores, mut grads) = (Scores::default(), decoder.weights.zeros_like());
         toy::pooled(|| {
             decoder.forward(&forest, &Pass { train: true, recompute, ..Pass::default() }, &mut ws);
-            decoder.score(&predictions, 1.0, &mut ws, &mut scores);
+            decoder.score(&predictions, 1.0, 0, &mut ws, &mut scores);
             decoder.backward(&forest, &predictions, 1.0, &scores, &[-0.1; 30], aux, &mut ws, &mut grads);
         });
         ws
