@@ -95,9 +95,8 @@ pub(crate) struct Activations {
 /// Arrays that live no longer than a layer's pass, shared by all layers.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// Normed input of the mixer, and of the feed-forward, `[T, H]`.
-    h1: Tensor,
-    h2: Tensor,
+    /// Normed input of the mixer, then of the feed-forward, `[T, H]`; the other way round in backward.
+    h: Tensor,
     /// Lightning's queries, keys and values, `[T, W]`.
     qkv: [Tensor; 3],
     /// Lightning's output after its norm, and gated, `[T, W]`.
@@ -110,7 +109,6 @@ pub(crate) struct Scratch {
     d_h: Tensor,
     d_branch: Tensor,
     d_mid: Tensor,
-    part: Tensor,
     d_width: [Tensor; 3],
     d_fused: Tensor,
     dq: Tensor,
@@ -164,20 +162,20 @@ impl Layer<'_> {
         out: &mut Tensor,
     ) {
         let c = self.config;
-        let h1 = &mut scratch.h1;
-        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, h1);
+        let h = &mut scratch.h;
+        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, h);
         match &self.index.mixer {
             MixerIndex::Softmax { q, k, v, o, norms } => {
                 if let Some((q_norm, k_norm)) = norms {
-                    linear::forward(h1, self.w(*q), &mut act.raw[0]);
-                    linear::forward(h1, self.w(*k), &mut act.raw[1]);
+                    linear::forward(h, self.w(*q), &mut act.raw[0]);
+                    linear::forward(h, self.w(*k), &mut act.raw[1]);
                     norm::forward(&act.raw[0], self.w(*q_norm), c.norm_eps, &mut act.q);
                     norm::forward(&act.raw[1], self.w(*k_norm), c.norm_eps, &mut act.k);
                 } else {
-                    linear::forward(h1, self.w(*q), &mut act.q);
-                    linear::forward(h1, self.w(*k), &mut act.k);
+                    linear::forward(h, self.w(*q), &mut act.q);
+                    linear::forward(h, self.w(*k), &mut act.k);
                 }
-                linear::forward(h1, self.w(*v), &mut act.v);
+                linear::forward(h, self.w(*v), &mut act.v);
                 if c.rotary_dim > 0 {
                     rope::forward(&mut act.q, positions, c.head_dim, c.rotary_dim, c.rope_theta);
                     rope::forward(&mut act.k, positions, c.head_dim, c.rotary_dim, c.rope_theta);
@@ -186,35 +184,35 @@ impl Layer<'_> {
                 linear::forward(&act.mixed, self.w(*o), &mut scratch.branch);
             }
             MixerIndex::Lightning { heads, qkv, gate, out: out_proj, norm: out_norm } => {
-                linear::forward(h1, self.w(*qkv), &mut act.qkv);
+                linear::forward(h, self.w(*qkv), &mut act.qkv);
                 let [q, k, v] = &mut scratch.qkv;
                 pointwise::silu_apart(&act.qkv, c.head_dim, [q, k, v]);
                 mixing.lightning(self.number, heads, q, k, v, &mut act.mixed);
                 norm::forward(&act.mixed, self.w(*out_norm), OUTPUT_NORM_EPS, &mut scratch.normed);
-                linear::forward(h1, self.w(*gate), &mut act.gate);
+                linear::forward(h, self.w(*gate), &mut act.gate);
                 pointwise::gated(&scratch.normed, &act.gate, &mut scratch.gated);
                 linear::forward(&scratch.gated, self.w(*out_proj), &mut scratch.branch);
             }
         }
         match c.norm {
             Norm::Pre => pointwise::combine(1.0, x, 1.0, &scratch.branch, &mut act.mid),
-            Norm::Post { alpha, beta } => pointwise::combine(alpha, h1, beta, &scratch.branch, &mut act.mid),
+            Norm::Post { alpha, beta } => pointwise::combine(alpha, h, beta, &scratch.branch, &mut act.mid),
         }
 
-        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut scratch.h2);
+        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut scratch.h);
         self.route(replay, act, scratch);
         let FeedIndex { w1, w3, w2, .. } = self.index.feed;
         let weights = experts::Experts { w1: self.w(w1), w3: self.w(w3), w2: self.w(w2) };
-        experts::forward(weights, &scratch.h2, &act.routes, &mut act.grouped, &mut scratch.branch);
+        experts::forward(weights, &scratch.h, &act.routes, &mut act.grouped, &mut scratch.branch);
         match c.norm {
             Norm::Pre => pointwise::combine(1.0, &act.mid, 1.0, &scratch.branch, out),
-            Norm::Post { alpha, beta } => pointwise::combine(alpha, &scratch.h2, beta, &scratch.branch, out),
+            Norm::Post { alpha, beta } => pointwise::combine(alpha, &scratch.h, beta, &scratch.branch, out),
         }
     }
 
     /// Chooses experts. A dense feed-forward is one expert that every row takes with weight 1.
     fn route(&self, replay: Option<&[u32]>, act: &mut Activations, scratch: &mut Scratch) {
-        let rows = scratch.h2.rows();
+        let rows = scratch.h.rows();
         let Some(gate) = self.index.feed.gate else {
             act.routes.k = 1;
             act.routes.experts.clear();
@@ -223,7 +221,7 @@ impl Layer<'_> {
             act.routes.weights.resize(rows, 1.0);
             return;
         };
-        linear::forward(&scratch.h2, self.w(gate), &mut scratch.logits);
+        linear::forward(&scratch.h, self.w(gate), &mut scratch.logits);
         let bias = self.index.feed.bias.map(|b| self.buffers.at(b).data());
         let k = self.config.experts_per_token;
         let own = |replay, routes: &mut _| router::forward(self.scoring(), &scratch.logits, bias, k, replay, routes);
@@ -256,7 +254,7 @@ impl Layer<'_> {
     ) -> f32 {
         let c = self.config;
         let s = scratch;
-        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut s.h2);
+        norm::forward(&act.mid, self.w(self.index.post_norm), c.norm_eps, &mut s.h);
         // The feed-forward: d_h is the gradient of h2.
         let (alpha, beta) = match c.norm {
             Norm::Pre => (1.0, 1.0),
@@ -269,7 +267,7 @@ impl Layer<'_> {
         let expert_grads = experts::ExpertGrads { w1: g1, w3: g3, w2: g2 };
         experts::backward(
             weights,
-            &s.h2,
+            &s.h,
             &act.routes,
             &act.grouped,
             d_branch,
@@ -289,14 +287,14 @@ impl Layer<'_> {
                 Some(&s.d_scores)
             };
             router::backward(self.scoring(), &act.routes, &s.d_weights, d_scores, &mut s.d_logits);
-            linear::backward_weight(&s.h2, &s.d_logits, grads.at_mut(gate));
+            linear::backward_weight(&s.h, &s.d_logits, grads.at_mut(gate));
             linear::backward_input_add(&s.d_logits, self.w(gate), &mut s.d_h);
         }
         let post = self.index.post_norm;
-        self.norm_backward(&act.mid, post, alpha, d_x, &mut s.d_h, &mut s.part, &mut s.d_mid, grads);
+        self.norm_backward(&act.mid, post, alpha, d_x, &mut s.d_h, &mut s.d_mid, grads);
 
         // The mixer: d_h becomes the gradient of h1.
-        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, &mut s.h1);
+        norm::forward(x, self.w(self.index.input_norm), c.norm_eps, &mut s.h);
         let d_branch = scaled(beta, &s.d_mid, &mut s.d_branch);
         match &self.index.mixer {
             MixerIndex::Softmax { q, k, v, o, norms } => {
@@ -328,9 +326,9 @@ impl Layer<'_> {
                 } else {
                     (&s.dq, &s.dk)
                 };
-                linear::backward_weight(&s.h1, dq, grads.at_mut(*q));
-                linear::backward_weight(&s.h1, dk, grads.at_mut(*k));
-                linear::backward_weight(&s.h1, &s.dv, grads.at_mut(*v));
+                linear::backward_weight(&s.h, dq, grads.at_mut(*q));
+                linear::backward_weight(&s.h, dk, grads.at_mut(*k));
+                linear::backward_weight(&s.h, &s.dv, grads.at_mut(*v));
                 linear::backward_input(dq, self.w(*q), &mut s.d_h);
                 linear::backward_input_add(dk, self.w(*k), &mut s.d_h);
                 linear::backward_input_add(&s.dv, self.w(*v), &mut s.d_h);
@@ -355,14 +353,14 @@ impl Layer<'_> {
                 pointwise::silu_apart(&act.qkv, c.head_dim, [q, k, v]);
                 lightning::backward(heads, forest, q, k, v, d_mixed, &mut s.dq, &mut s.dk, &mut s.dv);
                 pointwise::silu_apart_backward(&act.qkv, c.head_dim, [&s.dq, &s.dk, &s.dv], &mut s.d_fused);
-                linear::backward_weight(&s.h1, &s.d_fused, grads.at_mut(*qkv));
-                linear::backward_weight(&s.h1, d_gate, grads.at_mut(*gate));
+                linear::backward_weight(&s.h, &s.d_fused, grads.at_mut(*qkv));
+                linear::backward_weight(&s.h, d_gate, grads.at_mut(*gate));
                 linear::backward_input(&s.d_fused, self.w(*qkv), &mut s.d_h);
                 linear::backward_input_add(d_gate, self.w(*gate), &mut s.d_h);
             }
         }
         let input = self.index.input_norm;
-        self.norm_backward(x, input, alpha, &s.d_mid, &mut s.d_h, &mut s.part, d_x, grads);
+        self.norm_backward(x, input, alpha, &s.d_mid, &mut s.d_h, d_x, grads);
         balance
     }
 
@@ -375,15 +373,14 @@ impl Layer<'_> {
         alpha: f32,
         d_out: &Tensor,
         d_h: &mut Tensor,
-        part: &mut Tensor,
         d_x: &mut Tensor,
         grads: &mut Weights,
     ) {
         let eps = self.config.norm_eps;
         match self.config.norm {
             Norm::Pre => {
-                norm::backward(x, self.w(weight), eps, d_h, part, grads.at_mut(weight));
-                pointwise::combine(1.0, d_out, 1.0, part, d_x);
+                norm::backward(x, self.w(weight), eps, d_h, d_x, grads.at_mut(weight));
+                pointwise::add_scaled(1.0, d_out, d_x);
             }
             Norm::Post { .. } => {
                 pointwise::add_scaled(alpha, d_out, d_h);

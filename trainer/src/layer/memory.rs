@@ -92,8 +92,7 @@ impl Scratch {
     /// gradient.
     pub fn arrays(&self, c: &ModelConfig, rows: usize, train: bool, aux: bool) -> Vec<Array> {
         let Self {
-            h1,
-            h2,
+            h: normed_input,
             qkv: [q, k, v],
             normed,
             gated,
@@ -103,7 +102,6 @@ impl Scratch {
             d_h,
             d_branch,
             d_mid,
-            part,
             d_width: [d_mixed, d_normed, d_gate],
             d_fused,
             dq,
@@ -126,8 +124,7 @@ impl Scratch {
         let raw = |width: usize| if c.qk_norm { width } else { 0 };
         let scaled = matches!(c.norm, Norm::Post { beta, .. } if beta != 1.0);
         vec![
-            Array::tensor("h1", h1, rows * h),
-            Array::tensor("h2", h2, rows * h),
+            Array::tensor("h", normed_input, rows * h),
             Array::tensor("qkv.0", q, rows * widest(w, 0)),
             Array::tensor("qkv.1", k, rows * widest(w, 0)),
             Array::tensor("qkv.2", v, rows * widest(w, 0)),
@@ -139,7 +136,6 @@ impl Scratch {
             Array::tensor("d_h", d_h, back * h),
             Array::tensor("d_branch", d_branch, if scaled { back * h } else { 0 }),
             Array::tensor("d_mid", d_mid, back * h),
-            Array::tensor("part", part, if c.norm == Norm::Pre { back * h } else { 0 }),
             Array::tensor("d_width.0", d_mixed, back * w),
             Array::tensor("d_width.1", d_normed, back * widest(w, raw(w))),
             Array::tensor("d_width.2", d_gate, back * widest(w, raw(kv))),
