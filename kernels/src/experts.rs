@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 
 /// Grouped rows that one task takes: few enough to balance threads, enough to pay for laying out the weights.
-const CHUNK: usize = 256;
+const CHUNK: usize = 512;
 
 /// Weights `[E, H, I]`, `[E, H, I]`, `[E, I, H]`: gate (w1), up (w3), down (w2).
 #[derive(Clone, Copy)]
