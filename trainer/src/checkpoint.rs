@@ -463,7 +463,9 @@ fn combined(mut parts: Vec<Part>) -> String {
 }
 
 fn model_hash(config: &ModelConfig, tokenizer: &Tokenizer, mut tensors: Vec<Part>) -> String {
-    tensors.push(text_part(CONFIG, &pretty(config)));
+    // Checkpoints from before there was another dtype do not name it, and keep their hash.
+    let said = pretty(config).replace(",\n  \"dtype\": \"f32\"", "");
+    tensors.push(text_part(CONFIG, &said));
     tensors.push(text_part(TOKENIZER, &tokenizer.to_json()));
     combined(tensors)
 }
@@ -622,6 +624,20 @@ mod tests {
         fs::remove_file(path.join(MARKER)).unwrap();
         assert_eq!(load(&path, false).unwrap_err().class, Class::Usage);
         assert_eq!(load(&dir.path().join("none"), false).unwrap_err().class, Class::Usage);
+    }
+
+    #[test]
+    fn a_checkpoint_that_names_no_dtype_is_whole_and_f32() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("step-1");
+        save(&path, &decoder(), &tokenizer(), None).unwrap();
+        let mut said: serde_json::Value = serde_json::from_slice(&fs::read(path.join(CONFIG)).unwrap()).unwrap();
+        said["hone"].as_object_mut().unwrap().shift_remove("dtype").unwrap();
+        fs::write(path.join(CONFIG), said.to_string()).unwrap();
+        assert_eq!(load(&path, false).unwrap().decoder.config.dtype, crate::config::Dtype::F32);
+        said["hone"]["dtype"] = "bf16".into();
+        fs::write(path.join(CONFIG), said.to_string()).unwrap();
+        assert_eq!(load(&path, false).unwrap_err().class, Class::Integrity);
     }
 
     #[test]
