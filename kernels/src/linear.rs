@@ -12,12 +12,6 @@ pub fn forward(x: &Tensor, w: &Tensor, out: &mut Tensor) {
     multiply_in(w.dtype(), matrix(x), weights, Write::Over, out.data_mut(), w.cols());
 }
 
-/// `out[T, O] += x[T, I] · w[I, O]`.
-pub fn forward_add(x: &Tensor, w: &Tensor, out: &mut Tensor) {
-    let weights = matrix(w).with_pairs(w.pairs_of(0));
-    multiply_in(w.dtype(), matrix(x), weights, Write::Add, out.data_mut(), w.cols());
-}
-
 /// `dx[T, I] = d_out[T, O] · wᵀ` (overwritten).
 pub fn backward_input(d_out: &Tensor, w: &Tensor, dx: &mut Tensor) {
     dx.resize(&[d_out.rows(), w.rows()]);

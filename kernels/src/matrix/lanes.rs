@@ -49,11 +49,7 @@ pub(super) trait Lanes: Copy + Send + Sync {
     /// Swaps the rows and columns of a block of 16 × 16 lanes.
     #[inline(always)]
     fn transpose(self, block: &mut [[Self::Lane; 16]; 16]) {
-        for i in 0..16 {
-            for j in 0..i {
-                (block[i][j], block[j][i]) = (block[j][i], block[i][j]);
-            }
-        }
+        transpose_plain(block);
     }
     /// Lanes stored ready, where this product takes them so.
     fn stored(pairs: &[u32]) -> Option<&[Self::Lane]>;
@@ -120,15 +116,21 @@ impl<S: Simd> Lanes for F32<S> {
             // SAFETY: the only instruction set of this platform with registers of 16 f32 is AVX-512, whose token `S` is.
             unsafe { transpose_avx512(bytemuck::cast_mut(block)) }
         } else {
-            for i in 0..16 {
-                for j in 0..i {
-                    (block[i][j], block[j][i]) = (block[j][i], block[i][j]);
-                }
-            }
+            transpose_plain(block);
         }
     }
     fn stored(_: &[u32]) -> Option<&[f32]> {
         None
+    }
+}
+
+/// Swaps the rows and columns of a block, without vector instructions.
+#[inline(always)]
+fn transpose_plain<T: Copy>(block: &mut [[T; 16]; 16]) {
+    for i in 0..16 {
+        for j in 0..i {
+            (block[i][j], block[j][i]) = (block[j][i], block[i][j]);
+        }
     }
 }
 
