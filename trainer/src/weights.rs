@@ -27,10 +27,6 @@ impl Weights {
         };
         Self { names: self.names.clone(), tensors: self.tensors.iter().map(zeros).collect() }
     }
-    /// Sets all to zero.
-    pub fn clear(&mut self) {
-        self.tensors.iter_mut().for_each(|t| t.fill(0.0));
-    }
     /// (name, tensor) in order. Names are Hugging Face's, without the expert's number.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.names.iter().map(String::as_str).zip(&self.tensors)
