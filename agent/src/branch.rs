@@ -74,8 +74,8 @@ pub fn publish(workspace: &Workspace, branch: &str, commit: &str) -> Result<()> 
     match at(&repository, &name)? {
         Some(found) if found == id => Ok(()),
         Some(found) => Err(occupied(branch, &found.to_string(), commit)),
-        None => match repository.reference(&name, id, false, "hone: candidate") {
-            Ok(_) => Ok(()),
+        None => match locking(&repository, &name, || repository.reference(&name, id, false, "hone: candidate")) {
+            Ok(()) => Ok(()),
             // Made between the look and the write: by the same rule it is either this commit or an error.
             Err(e) => match at(&repository, &name)? {
                 Some(found) if found == id => Ok(()),
@@ -96,12 +96,38 @@ pub fn advance(workspace: &Workspace, branch: &str, known: &[String], to: &str) 
     let written = match at(&repository, &name)? {
         Some(found) if found == id => return Ok(()),
         Some(found) if known.iter().any(|k| *k == found.to_string()) => {
-            repository.reference_matching(&name, id, true, found, "hone: kept")
+            locking(&repository, &name, || repository.reference_matching(&name, id, true, found, "hone: kept"))
         }
         Some(found) => return Err(occupied(branch, &found.to_string(), to)),
-        None => repository.reference(&name, id, false, "hone: kept"),
+        None => locking(&repository, &name, || repository.reference(&name, id, false, "hone: kept")),
     };
-    written.map(drop).map_err(|e| cannot_write(&name, &e))
+    written.map_err(|e| cannot_write(&name, &e))
+}
+
+/// Writes a ref of ours. A process killed in the middle leaves git's lock on it behind. Hone writes each of its refs under a lock of its
+/// own, so whoever else may hold git's is a passing command of the person's: it is given a second, then the lock is known to be dead.
+fn locking<'r>(
+    repository: &'r Repository,
+    name: &str,
+    write: impl Fn() -> std::result::Result<git2::Reference<'r>, git2::Error>,
+) -> std::result::Result<(), git2::Error> {
+    let is_locked = |written: &std::result::Result<_, git2::Error>| {
+        written.as_ref().is_err_and(|error| error.code() == git2::ErrorCode::Locked)
+    };
+    let mut written = write();
+    for _ in 0..20 {
+        if !is_locked(&written) {
+            return written.map(drop);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        written = write();
+    }
+    let lock = repository.commondir().join(format!("{name}.lock"));
+    if is_locked(&written) && std::fs::remove_file(&lock).is_ok() {
+        tracing::warn!("{} was left by a killed process and is removed", lock.display());
+        written = write();
+    }
+    written.map(drop)
 }
 
 /// The commit that a branch names.

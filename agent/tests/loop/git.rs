@@ -90,6 +90,34 @@ fn a_branch_is_made_once_and_never_taken_over() {
     assert_eq!(branch::tip(&workspace, "hone/c1/kept").unwrap(), Some(one.commit));
 }
 
+/// Git's lock on a ref outlives the process that held it.
+#[test]
+fn a_lock_that_a_killed_process_left_is_waited_for_then_removed() {
+    let place = Place::usual();
+    let workspace = place.workspace();
+    let head = workspace.head().unwrap();
+    let folder = place.root().join(".git/refs/heads/hone/c1");
+    let left = |name: &str| {
+        fs::create_dir_all(&folder).unwrap();
+        let lock = folder.join(format!("{name}.lock"));
+        fs::write(&lock, "").unwrap();
+        lock
+    };
+    let locks = [left("r001-a"), left("kept")];
+    branch::publish(&workspace, "hone/c1/r001-a", &head).unwrap();
+    branch::advance(&workspace, "hone/c1/kept", &[], &head).unwrap();
+    assert!(locks.iter().all(|lock| !lock.exists()));
+
+    let passing = left("r002-b");
+    let holder = std::thread::spawn(move || {
+        std::thread::sleep(std::time::Duration::from_millis(150));
+        fs::remove_file(&passing).is_ok()
+    });
+    branch::publish(&workspace, "hone/c1/r002-b", &head).unwrap();
+    assert!(holder.join().unwrap(), "a live holder's lock is its own to remove");
+    assert_eq!(branch::tip(&workspace, "hone/c1/r002-b").unwrap(), Some(head));
+}
+
 #[test]
 fn modes_survive_and_files_come_and_go() {
     use std::os::unix::fs::PermissionsExt;
