@@ -38,6 +38,13 @@ impl<'a> Columns<'a> {
         Self::new(tensor.data(), tensor.cols(), part * width, width)
     }
 
+    /// The columns of some neighbours of `all` heads that divide a tensor's columns evenly.
+    #[inline(always)]
+    pub(crate) fn of_heads(tensor: &'a Tensor, heads: &Range<usize>, all: usize) -> Self {
+        let width = tensor.cols() / all;
+        Self::new(tensor.data(), tensor.cols(), heads.start * width, heads.len() * width)
+    }
+
     /// The rows from row `first` on.
     #[inline(always)]
     pub(crate) fn starting_at(self, first: usize) -> Self {
@@ -55,6 +62,16 @@ impl<'a> Columns<'a> {
     pub(crate) fn within(self, part: usize, parts: usize) -> Self {
         let width = self.width / parts;
         Self { data: &self.data[(part * width).min(self.data.len())..], width, ..self }
+    }
+
+    /// The first `rows` rows, copied side by side into `room`: rows a power of two apart push one another out of the first cache, which
+    /// costs whoever reads them often.
+    #[inline(always)]
+    pub(crate) fn gather(self, rows: usize, room: &mut [f32]) -> Columns<'_> {
+        for (i, row) in room.chunks_exact_mut(self.width.max(1)).enumerate().take(rows) {
+            copy(self.row(i), row);
+        }
+        Columns::new(room, self.width, 0, self.width)
     }
 
     /// Rows `first..first + N`.

@@ -18,8 +18,8 @@ use crate::{
 /// Most columns a tile. Vocabularies up to it take one.
 const TILE: usize = 1024;
 
-/// Elements of logits at hand at a time: 1 MiB, so that they stay in a core's second cache.
-const BLOCK: usize = 256 * 1024;
+/// Elements of logits at hand at a time.
+const BLOCK: usize = 1024 * 1024;
 
 /// What [`forward`] finds, one entry a prediction.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -598,8 +598,8 @@ mod tests {
 
     #[test]
     fn blocks_and_threads_leave_no_trace() {
-        let (hidden, head) = (random(1, &[700, 24]), random(2, &[24, 1100]));
-        let all = predictions(3, 700, 1100, 900);
+        let (hidden, head) = (random(1, &[3000, 24]), random(2, &[24, 1100]));
+        let all = predictions(3, 3000, 1100, 4000);
         assert!(predicting_rows(&all, |_| true).len() > Tiles::of(1100).rows(), "more than one block");
         let d_logprob = random(4, &[all.len()]);
         let run = |threads| {

@@ -13,8 +13,9 @@
 use crate::blocks::Rows;
 use crate::columns::{BLOCK, Columns, ColumnsMut, mix, pack, panels, parts, parts_mut, scores, spread};
 use crate::forest::Span;
+use crate::matrix::copy;
 use crate::simd::{LANES, Simd, dispatch, dot, exp, map, update};
-use crate::trees::for_heads;
+use crate::trees::for_head_groups;
 use crate::{Forest, Tensor, scratch};
 use std::ops::Range;
 
@@ -105,11 +106,10 @@ pub fn forward(
     let decays = Decays::of_forest(shape, forest);
     let states = states(shape, forest, &decays, k, v, finals.is_some());
     let outs = [Rows { cols: q.cols(), data: out.data_mut() }];
-    for_heads(forest, shape.heads(), outs, |tree, head, [mut out]| {
-        let inputs = [q, k, v].map(|x| Columns::part(x, head, shape.heads()).starting_at(tree.rows.start));
-        let decay = decays.head(head);
-        scratch::with(needs(decay, shape.head_dim).forward(), |memory| {
-            dispatch!(|s| forward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut out));
+    for_head_groups(forest, shape.heads(), outs, |tree, heads, [mut out]| {
+        let inputs = [q, k, v].map(|x| Columns::of_heads(x, &heads, shape.heads()).starting_at(tree.rows.start));
+        scratch::with(needs(decays.longest, shape.head_dim).forward(heads.len()), |memory| {
+            dispatch!(|s| forward_heads(s, shape, forest, tree, heads, &decays, &states, inputs, memory, &mut out));
         });
     });
     if let Some(finals) = finals {
@@ -137,11 +137,10 @@ pub fn backward(
         x.resize(q.shape());
         Rows { cols: x.cols(), data: x.data_mut() }
     });
-    for_heads(forest, shape.heads(), outs, |tree, head, mut grads| {
-        let inputs = [q, k, v, d_out].map(|x| Columns::part(x, head, shape.heads()).starting_at(tree.rows.start));
-        let decay = decays.head(head);
-        scratch::with(needs(decay, shape.head_dim).backward(), |memory| {
-            dispatch!(|s| backward_head(s, shape, forest, tree, head, decay, &states, inputs, memory, &mut grads));
+    for_head_groups(forest, shape.heads(), outs, |tree, heads, mut grads| {
+        let inputs = [q, k, v, d_out].map(|x| Columns::of_heads(x, &heads, shape.heads()).starting_at(tree.rows.start));
+        scratch::with(needs(decays.longest, shape.head_dim).backward(heads.len()), |memory| {
+            dispatch!(|s| backward_heads(s, shape, forest, tree, heads, &decays, &states, inputs, memory, &mut grads));
         });
     });
 }
@@ -262,19 +261,22 @@ fn fill_ending<S: Simd>(s: S, slope: f32, powers: &mut [f32]) {
     );
 }
 
-/// Floats that work on chunks takes: their packed keys, a row of scores (or of the state), the packed state.
+/// Floats that work on chunks takes: their packed keys, their rows side by side, a row of scores (or of the state), the state and
+/// the packed state.
 #[derive(Clone, Copy)]
 struct Needs {
     packed: usize,
+    rows: usize,
     room: usize,
     square: usize,
     square_packed: usize,
 }
 
-fn needs(decay: Decay, d: usize) -> Needs {
-    let rows = decay.longest();
+/// For chunks of up to `rows` rows.
+fn needs(rows: usize, d: usize) -> Needs {
     Needs {
         packed: panels(rows) * LANES * d,
+        rows: rows * d,
         room: panels(rows.max(d)) * LANES,
         square: d * d,
         square_packed: panels(d) * LANES * d,
@@ -286,18 +288,18 @@ impl Needs {
         self.packed + BLOCK * self.room
     }
 
-    fn forward(self) -> usize {
-        self.fold() + self.square
+    fn forward(self, heads: usize) -> usize {
+        self.fold() + self.rows + heads * self.square
     }
 
-    fn backward(self) -> usize {
-        2 * self.fold() + self.square + self.square_packed
+    fn backward(self, heads: usize) -> usize {
+        2 * self.fold() + 3 * self.rows + heads * self.square + self.square_packed
     }
 }
 
 /// `kv = e^{-s rows} kv + Σ_j e^{-s(rows-1-j)} k_j v_jᵀ`: a chunk's keys and values enter the state.
 fn fold(decay: Decay, keys: Columns, values: Columns, rows: usize, d: usize, kv: &mut [f32]) {
-    let needs = needs(decay, d);
+    let needs = needs(decay.longest(), d);
     scratch::with(needs.fold(), |memory| {
         let (packed, weights) = memory.split_at_mut(needs.packed);
         let (shrink, powers) = (decay.at(rows), decay.ending(rows));
@@ -340,44 +342,54 @@ fn fold_packed<S: Simd>(
     }
 }
 
-/// One tree and head: everything begins at the tree's first row.
+/// One tree and some heads: rows and columns are theirs alone.
 #[inline(always)]
-fn forward_head<S: Simd>(
+fn forward_heads<S: Simd>(
     s: S,
     shape: &Heads,
     forest: &Forest,
     tree: &Span,
-    head: usize,
-    decay: Decay,
+    heads: Range<usize>,
+    decays: &Decays,
     states: &[Vec<f32>],
-    [q, k, v]: [Columns; 3],
+    inputs: [Columns; 3],
     memory: &mut [f32],
     out: &mut ColumnsMut,
 ) {
     let d = shape.head_dim;
-    let Needs { packed, room, .. } = needs(decay, d);
+    let Needs { packed, rows: chunk, room, square, .. } = needs(decays.longest, d);
     let (packed, memory) = memory.split_at_mut(packed);
-    let (weights, kv) = memory.split_at_mut(BLOCK * room);
+    let (values, memory) = memory.split_at_mut(chunk);
+    let (weights, kvs) = memory.split_at_mut(BLOCK * room);
     for segment in tree.segments.clone() {
         let rows = within(tree, forest, segment);
-        let mut live = enter(forest, segment, head, states, kv);
+        let mut live = enter(forest, segment, &heads, states, kvs);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(s, k.starting_at(start), len, packed);
-            let before = live.then_some(&*kv);
-            let mut t = 0;
-            while t + BLOCK <= len {
-                forward_rows::<S, BLOCK>(s, decay, q, v, packed, before, start, t, weights, room, out);
-                t += BLOCK;
-            }
-            while t < len {
-                forward_rows::<S, 1>(s, decay, q, v, packed, before, start, t, weights, room, out);
-                t += 1;
-            }
-            if start + len < rows.end {
-                revive(&mut live, kv);
-                let (shrink, powers) = (decay.at(len), decay.ending(len));
-                fold_packed(s, shrink, powers, packed, v.starting_at(start), d, kv, weights, room);
+            let last = start + len == rows.end;
+            let before = live;
+            live |= !last;
+            for (h, kv) in kvs.chunks_exact_mut(square).enumerate() {
+                let decay = decays.head(heads.start + h);
+                let [q, k, v] = inputs.map(|x| x.within(h, heads.len()));
+                let mut out = out.within(h, heads.len());
+                pack(s, k.starting_at(start), len, packed);
+                let v = v.starting_at(start).gather(len, values);
+                let state = before.then_some(&*kv);
+                let mut t = 0;
+                while t + BLOCK <= len {
+                    forward_rows::<S, BLOCK>(s, decay, q, v, packed, state, start, t, weights, room, &mut out);
+                    t += BLOCK;
+                }
+                while t < len {
+                    forward_rows::<S, 1>(s, decay, q, v, packed, state, start, t, weights, room, &mut out);
+                    t += 1;
+                }
+                if !last {
+                    revive(before, kv);
+                    let (shrink, powers) = (decay.at(len), decay.ending(len));
+                    fold_packed(s, shrink, powers, packed, v, d, kv, weights, room);
+                }
             }
         }
     }
@@ -389,26 +401,26 @@ fn within(tree: &Span, forest: &Forest, segment: usize) -> Range<usize> {
     rows.start - tree.rows.start..rows.end - tree.rows.start
 }
 
-/// Takes up the state that a segment starts from. A root starts from nothing, which costs nothing; says whether there is one.
+/// Takes up the states that a segment starts from. A root starts from nothing, which costs nothing; says whether there is one.
 #[inline(always)]
-fn enter(forest: &Forest, segment: usize, head: usize, states: &[Vec<f32>], kv: &mut [f32]) -> bool {
+fn enter(forest: &Forest, segment: usize, heads: &Range<usize>, states: &[Vec<f32>], kvs: &mut [f32]) -> bool {
     let parent = forest.segments()[segment].parent;
     if let Some(parent) = parent {
-        kv.copy_from_slice(&states[parent][head * kv.len()..(head + 1) * kv.len()]);
+        let square = kvs.len() / heads.len();
+        kvs.copy_from_slice(&states[parent][heads.start * square..heads.end * square]);
     }
     parent.is_some()
 }
 
-/// Nothing becomes a state of zeros.
+/// Where there was no state, nothing becomes a state of zeros.
 #[inline(always)]
-fn revive(live: &mut bool, kv: &mut [f32]) {
-    if !*live {
+fn revive(live: bool, kv: &mut [f32]) {
+    if !live {
         kv.fill(0.0);
-        *live = true;
     }
 }
 
-/// `R` rows from row `t` of the chunk on that begins at `start` with the state `before`. The later rows see keys that the
+/// `R` rows from row `t` of the chunk on that begins at `start` with the state `before`; `v` holds the chunk's values alone. The later rows see keys that the
 /// earlier do not: there the earlier weigh 0.
 #[inline(always)]
 fn forward_rows<S: Simd, const R: usize>(
@@ -441,7 +453,7 @@ fn forward_rows<S: Simd, const R: usize>(
     for (r, weights) in parts_mut::<R>(weights, room).into_iter().enumerate() {
         fade(s, decay, &mut weights[..keys], t + r + 1);
     }
-    mix(s, parts::<R>(weights, room).map(|w| &w[..keys]), v.starting_at(start), out, first);
+    mix(s, parts::<R>(weights, room).map(|w| &w[..keys]), v, out, first);
 }
 
 /// The weights of the `seen` first keys decay with their distance to the last of them; the others become 0.
@@ -451,62 +463,80 @@ fn fade<S: Simd>(s: S, decay: Decay, weights: &mut [f32], seen: usize) {
     weights[seen..].fill(0.0);
 }
 
-/// One tree and head, as in [`forward_head`]. A sweep along the rows gives dq, and what reaches dk and dv inside a chunk;
+/// One tree and some heads, as in [`forward_heads`]. A sweep along the rows gives dq, and what reaches dk and dv inside a chunk;
 /// a sweep against them carries d(KV) and adds what reaches dk and dv through it.
 #[inline(always)]
-fn backward_head<S: Simd>(
+fn backward_heads<S: Simd>(
     s: S,
     shape: &Heads,
     forest: &Forest,
     tree: &Span,
-    head: usize,
-    decay: Decay,
+    heads: Range<usize>,
+    decays: &Decays,
     states: &[Vec<f32>],
     inputs: [Columns; 4],
     memory: &mut [f32],
     grads: &mut [ColumnsMut; 3],
 ) {
     let d = shape.head_dim;
-    let Needs { packed, room, .. } = needs(decay, d);
-    grads[1].clear(tree.rows.len());
-    grads[2].clear(tree.rows.len());
+    let Needs { packed, rows: chunk, room, square, square_packed, .. } = needs(decays.longest, d);
     let (keys, memory) = memory.split_at_mut(packed);
     let (values, memory) = memory.split_at_mut(packed);
+    let (gathered, memory) = memory.split_at_mut(chunk);
+    let (sums, memory) = memory.split_at_mut(2 * chunk);
     let (weights, memory) = memory.split_at_mut(2 * BLOCK * room);
-    let (kv, kv_packed) = memory.split_at_mut(d * d);
+    let (kv_packed, kvs) = memory.split_at_mut(square_packed);
 
-    let [_, k, v, _] = inputs;
     for segment in tree.segments.clone() {
         let rows = within(tree, forest, segment);
-        let mut live = enter(forest, segment, head, states, kv);
+        let mut live = enter(forest, segment, &heads, states, kvs);
         for start in rows.clone().step_by(shape.block) {
             let len = shape.block.min(rows.end - start);
-            pack(s, k.starting_at(start), len, keys);
-            pack(s, v.starting_at(start), len, values);
-            if live {
-                pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
-            }
-            let packed = [&*keys, &*values];
-            let before = live.then_some(&*kv_packed);
-            let mut t = 0;
-            while t + BLOCK <= len {
-                backward_rows::<S, BLOCK>(s, decay, inputs, packed, before, start, t, weights, room, grads);
-                t += BLOCK;
-            }
-            while t < len {
-                backward_rows::<S, 1>(s, decay, inputs, packed, before, start, t, weights, room, grads);
-                t += 1;
-            }
-            if start + len < rows.end {
-                revive(&mut live, kv);
-                let (shrink, powers) = (decay.at(len), decay.ending(len));
-                fold_packed(s, shrink, powers, keys, v.starting_at(start), d, kv, weights, room);
+            let last = start + len == rows.end;
+            let before = live;
+            live |= !last;
+            for (h, kv) in kvs.chunks_exact_mut(square).enumerate() {
+                let decay = decays.head(heads.start + h);
+                let [q, k, v, d_out] = inputs.map(|x| x.within(h, heads.len()));
+                let [mut dq, mut dk, mut dv] = grads.each_mut().map(|x| x.within(h, heads.len()));
+                pack(s, k.starting_at(start), len, keys);
+                pack(s, v.starting_at(start), len, values);
+                if before {
+                    pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
+                }
+                let packed = [&*keys, &*values];
+                let state = before.then_some(&*kv_packed);
+                let k = k.starting_at(start).gather(len, gathered);
+                sums.fill(0.0);
+                let mut sums = parts_mut::<2>(sums, chunk).map(|sum| ColumnsMut::new(sum, d, 0, d));
+                let inputs = [q, k, d_out];
+                let mut t = 0;
+                while t + BLOCK <= len {
+                    backward_rows::<S, BLOCK>(
+                        s, decay, inputs, packed, state, start, t, weights, room, &mut dq, &mut sums,
+                    );
+                    t += BLOCK;
+                }
+                while t < len {
+                    backward_rows::<S, 1>(s, decay, inputs, packed, state, start, t, weights, room, &mut dq, &mut sums);
+                    t += 1;
+                }
+                for (sum, grad) in sums.iter_mut().zip([&mut dk, &mut dv]) {
+                    for t in 0..len {
+                        copy(sum.row(t), grad.row(start + t));
+                    }
+                }
+                if !last {
+                    revive(before, kv);
+                    let (shrink, powers) = (decay.at(len), decay.ending(len));
+                    let v = v.starting_at(start).gather(len, gathered);
+                    fold_packed(s, shrink, powers, keys, v, d, kv, weights, room);
+                }
             }
         }
     }
 
-    // From here on `kv` holds d(KV).
-    let [q, _, _, d_out] = inputs;
+    // From here on `kvs` hold d(KV).
     let mut pending = vec![Vec::new(); if tree.segments.len() > 1 { tree.segments.len() } else { 0 }];
     for segment in tree.segments.clone().rev() {
         let rows = within(tree, forest, segment);
@@ -514,54 +544,66 @@ fn backward_head<S: Simd>(
         let from_children = pending.get(segment - tree.segments.start).filter(|d_kv| !d_kv.is_empty());
         let mut live = from_children.is_some();
         if let Some(d_kv) = from_children {
-            kv.copy_from_slice(d_kv);
+            kvs.copy_from_slice(d_kv);
         }
         for start in rows.clone().step_by(shape.block).rev() {
             let len = shape.block.min(rows.end - start);
-            if live {
-                pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
-                let mut t = 0;
-                while t + BLOCK <= len {
-                    leave_rows::<S, BLOCK>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
-                    t += BLOCK;
+            let wanted = start > rows.start || parent.is_some();
+            let after = live;
+            live |= wanted;
+            for (h, kv) in kvs.chunks_exact_mut(square).enumerate() {
+                let decay = decays.head(heads.start + h);
+                let inputs = inputs.map(|x| x.within(h, heads.len()));
+                if after {
+                    let mut grads = grads.each_mut().map(|x| x.within(h, heads.len()));
+                    pack(s, Columns::new(kv, d, 0, d), d, kv_packed);
+                    let mut t = 0;
+                    while t + BLOCK <= len {
+                        leave_rows::<S, BLOCK>(
+                            s, decay, inputs, kv, kv_packed, start, len, t, weights, room, &mut grads,
+                        );
+                        t += BLOCK;
+                    }
+                    while t < len {
+                        leave_rows::<S, 1>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, &mut grads);
+                        t += 1;
+                    }
                 }
-                while t < len {
-                    leave_rows::<S, 1>(s, decay, inputs, kv, kv_packed, start, len, t, weights, room, grads);
-                    t += 1;
+                if wanted {
+                    revive(after, kv);
+                    let [q, _, _, d_out] = inputs.map(|x| x.starting_at(start));
+                    pack(s, q, len, keys);
+                    let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
+                    fold_packed(s, shrink, powers, keys, d_out.gather(len, gathered), d, kv, weights, room);
                 }
-            }
-            if start > rows.start || parent.is_some() {
-                revive(&mut live, kv);
-                pack(s, q.starting_at(start), len, keys);
-                let (shrink, powers) = (decay.at(len), &decay.rising[1..=len]);
-                fold_packed(s, shrink, powers, keys, d_out.starting_at(start), d, kv, weights, room);
             }
         }
         if let Some(parent) = parent {
             let sum = &mut pending[parent - tree.segments.start];
             if sum.is_empty() {
-                sum.extend_from_slice(kv);
+                sum.extend_from_slice(kvs);
             } else {
-                update(s, kv, sum, |a, b| s.add_f32s(a, b));
+                update(s, kvs, sum, |a, b| s.add_f32s(a, b));
             }
         }
     }
 }
 
 /// `R` rows from row `t` of a chunk on, as in [`forward_rows`], with the state before the chunk packed: all of dq, and what
-/// reaches dk and dv inside the chunk.
+/// reaches dk and dv inside the chunk. `k`, `dk` and `dv` hold the chunk's rows alone.
 #[inline(always)]
 fn backward_rows<S: Simd, const R: usize>(
     s: S,
     decay: Decay,
-    [q, k, _, d_out]: [Columns; 4],
+    [q, k, d_out]: [Columns; 3],
     [keys, values]: [&[f32]; 2],
     before: Option<&[f32]>,
     start: usize,
     t: usize,
     weights: &mut [f32],
     room: usize,
-    [dq, dk, dv]: &mut [ColumnsMut; 3],
+    dq: &mut ColumnsMut,
+    [dk, dv]: &mut [ColumnsMut; 2],
 ) {
     let (first, seen) = (start + t, t + R);
     let (queries, d_outs) = (q.block::<R>(first), d_out.block::<R>(first));
@@ -584,9 +626,9 @@ fn backward_rows<S: Simd, const R: usize>(
     }
     let weights = parts::<R>(weights, room).map(|w| &w[..seen]);
     let slopes = parts::<R>(slopes, room).map(|w| &w[..seen]);
-    mix(s, slopes, k.starting_at(start), dq, first);
-    spread(s, slopes, queries, &mut dk.starting_at(start));
-    spread(s, weights, d_outs, &mut dv.starting_at(start));
+    mix(s, slopes, k, dq, first);
+    spread(s, slopes, queries, dk);
+    spread(s, weights, d_outs, dv);
 }
 
 /// What reaches dk and dv of `R` rows from row `t` of a chunk of `len` on through the state after the chunk, whose gradient

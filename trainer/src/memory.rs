@@ -143,10 +143,10 @@ impl Memory {
 }
 
 /// Log-prob, entropy, denominator and gradient a prediction, and the tiles of logits with the rows that they are made of: the head
-/// has about 256 Ki logits at hand at a time, whatever the vocabulary.
+/// has about 1 Mi logits at hand at a time, whatever the vocabulary.
 fn scores(c: &ModelConfig, load: &Load) -> usize {
     const TILE: usize = 1024;
-    const LOGITS: usize = 256 * 1024;
+    const LOGITS: usize = 1024 * 1024;
     let tile = c.vocab_size.min(TILE);
     let block = load.predictions.min(LOGITS / tile);
     FLOAT * (4 * load.predictions + block * (2 * c.hidden_size + tile))
@@ -156,10 +156,11 @@ fn scores(c: &ModelConfig, load: &Load) -> usize {
 fn kernels(c: &ModelConfig, load: &Load, threads: usize) -> usize {
     let (softmax, d) = (c.softmax_layers(), c.head_dim);
     let experts = load.rows * c.experts_per_token.max(1) * (c.hidden_size + 3 * c.intermediate_size + 1);
-    // Keys and values packed by lanes, and four rows of scores.
+    // Keys and values packed by lanes, and four rows of scores; with decay, rows side by side and the states of all heads too.
     let attend = if softmax > 0 { 2 * (load.tree_rows + 32) * d + 8 * (load.tree_rows + d + 64) } else { 0 };
     let chunk = c.block.min(load.rows);
-    let decay = if softmax < c.layers { 2 * (chunk + 32) * d + 8 * (chunk.max(d) + 32) + 2 * d * d } else { 0 };
+    let decay =
+        if softmax < c.layers { 5 * (chunk + 32) * d + 8 * (chunk.max(d) + 32) + (c.heads + 2) * d * d } else { 0 };
     let states = if softmax < c.layers { load.branching * c.heads * d * d } else { 0 };
     // A product lays out 256 columns of one factor by 512 lanes, and 48 rows of the other.
     let product = 256 * 512 + 128 * 32 + 48 * 528;
