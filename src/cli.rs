@@ -70,6 +70,8 @@ pub enum Command {
     Runs(Runs),
     /// Measure this machine: what the trainer does a second beside the limit, both in one run.
     Bench(Bench),
+    /// Put faults into small campaigns of this program, on this machine, and see that they change nothing.
+    Selftest(Selftest),
     /// Print shell completions.
     Completions {
         /// The shell.
@@ -338,6 +340,41 @@ pub struct Bench {
     /// Where.
     #[command(flatten)]
     pub compute: Compute,
+}
+
+/// Arguments of `selftest`.
+#[derive(Args)]
+pub struct Selftest {
+    /// kill -9, paused processes, clock jumps, a full disk, and fifty candidates at once over repositories in every state.
+    #[arg(long, required = true)]
+    pub chaos: bool,
+    /// How many times to kill.
+    #[arg(long, default_value_t = 200, value_name = "N")]
+    pub kills: u32,
+    /// Only this kind of fault.
+    #[arg(long, value_enum)]
+    pub only: Option<Fault>,
+    /// Seed of the instants.
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub seed: u64,
+    /// The folder to make a small disk of (started by the self-test, not by people).
+    #[arg(long, hide = true)]
+    pub small_disk: Option<PathBuf>,
+}
+
+/// The kinds of fault.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum Fault {
+    /// kill -9.
+    Kill,
+    /// Processes stopped and continued.
+    Pause,
+    /// Clock jumps.
+    Clock,
+    /// A full disk.
+    Disk,
+    /// Fifty candidates at once, over repositories in every state.
+    Git,
 }
 
 /// Arguments of `generate`.

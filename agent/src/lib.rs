@@ -4,6 +4,7 @@ pub mod admit;
 pub mod branch;
 pub mod calls;
 pub mod campaign;
+pub mod chaos;
 pub mod digest;
 pub mod edit;
 pub mod goal;

@@ -6,7 +6,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -14,6 +14,7 @@ use sha2::{Digest, Sha256};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteRow, SqliteSynchronous};
 use sqlx::{Row, SqliteConnection, SqlitePool};
 
+use crate::clock;
 use crate::failure::{Class, Context, Failure, Result};
 
 /// The payload's member for what may differ between two runs of the same campaign: times, durations, process ids, hosts, attempts.
@@ -464,8 +465,7 @@ async fn open_lock(path: &Path) -> Result<std::fs::File> {
 }
 
 fn now() -> i64 {
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(since.as_millis()).unwrap_or(i64::MAX)
+    i64::try_from(clock::now().as_millis()).unwrap_or(i64::MAX)
 }
 
 /// SQLite's primary result codes (sqlite.org/rescode.html) in our words.

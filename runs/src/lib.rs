@@ -3,6 +3,7 @@
 
 pub mod alarm;
 mod cgroup;
+pub mod clock;
 pub mod config;
 pub mod draw;
 pub mod failure;
@@ -11,7 +12,7 @@ pub mod launcher;
 pub mod ledger;
 pub mod metrics;
 mod misfit;
-mod process;
+pub mod process;
 pub mod quantity;
 pub mod supervisor;
 pub mod tensorboard;

@@ -9,7 +9,6 @@ use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::{Map, Value, json};
 
@@ -76,7 +75,7 @@ impl MetricsWriter {
 
     /// Logs the values of one step. The names `step`, `time` and `resumed_from` are the file's own and are refused.
     pub fn log(&mut self, step: u64, values: &[(&str, f64)]) {
-        let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let time = crate::clock::now().as_secs_f64();
         let mut line = Map::new();
         line.insert("step".into(), step.into());
         line.insert("time".into(), time.into());

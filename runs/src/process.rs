@@ -1,5 +1,5 @@
 //! Processes as Linux shows them: the tree below a process, its memory, and signals that cannot hit a stranger. Only what the
-//! supervisor and the launcher need; processes are known by id and start time, so that a reused id is never taken for the old one.
+//! supervisor, the launcher and the self-test need; processes are known by id and start time, so that a reused id is never taken for the old one.
 
 use std::collections::HashMap;
 use std::io;
@@ -9,10 +9,14 @@ use std::path::Path;
 use nix::libc;
 use nix::sys::signal::Signal;
 
+use crate::launcher::RUN_VARIABLE;
+
 /// One process, as `/proc/<pid>/stat` describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Process {
+pub struct Process {
+    /// Its id.
     pub pid: i32,
+    /// Its parent's id.
     pub parent: i32,
     /// Clock ticks since boot at which it started: with the id, its identity.
     pub start: u64,
@@ -123,12 +127,31 @@ pub(crate) fn descendants(root: i32) -> Vec<Process> {
     found
 }
 
+/// The processes of all runs below `folder`, whoever started them, their supervisors included.
+pub fn of_runs(folder: &Path) -> Vec<Process> {
+    let within = [folder.as_os_str().as_encoded_bytes(), b"/"].concat();
+    let variable = [RUN_VARIABLE.as_bytes(), b"=", &within].concat();
+    let mut found = whose("environ", |entry| entry.starts_with(&variable));
+    // A supervisor is named by its specification alone.
+    for supervisor in whose("cmdline", |argument| argument.starts_with(&within)) {
+        if !found.contains(&supervisor) {
+            found.push(supervisor);
+        }
+    }
+    found
+}
+
 /// Every process whose environment at its start had `variable` set to `value`.
 pub(crate) fn with_environment(variable: &str, value: &Path) -> Vec<Process> {
-    let entry = [variable.as_bytes(), b"=", value.as_os_str().as_encoded_bytes()].concat();
+    let whole = [variable.as_bytes(), b"=", value.as_os_str().as_encoded_bytes()].concat();
+    whose("environ", |entry| entry == whole)
+}
+
+/// Every process with an entry in its `/proc` file `name` (entries end in zeros) of which `holds` is true.
+fn whose(name: &str, holds: impl Fn(&[u8]) -> bool) -> Vec<Process> {
     let carries = |pid: &i32| {
-        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|byte| *byte == 0).any(|each| each == entry)
+        let entries = std::fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        entries.split(|byte| *byte == 0).any(&holds)
     };
     pids().filter(carries).filter_map(Process::find).collect()
 }

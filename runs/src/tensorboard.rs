@@ -8,7 +8,6 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes one event file.
 pub struct EventWriter {
@@ -27,7 +26,7 @@ impl EventWriter {
     /// When the file cannot be written.
     pub fn create(dir: &Path, purge_from: Option<u64>) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
-        let time = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let time = crate::clock::now();
         let (process, count) = (std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
         let path = dir.join(format!("events.out.tfevents.{}.{process}.{count}", time.as_secs()));
         let mut writer = Self { file: File::create_new(&path)?, path };

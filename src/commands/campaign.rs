@@ -7,7 +7,8 @@ use crate::{
 };
 use hone_agent::{
     branch, calls,
-    campaign::{self, Campaign, End, Options, Request, Toolbox},
+    campaign::{self, Campaign, EffectHook, End, Options, Request, Toolbox},
+    chaos,
     digest::printable,
     goal::{Goal, Proposer as Kind},
     llm::Llm,
@@ -76,7 +77,13 @@ impl Opened {
         let workspace = Workspace::discover(path)?;
         workspace.prepare()?;
         let runtime = runtime()?;
-        let ledger = runtime.block_on(Ledger::open(&workspace.ledger_path()))?;
+        let mut ledger = runtime.block_on(Ledger::open(&workspace.ledger_path()))?;
+        if chaos::is_doomed() {
+            ledger = ledger.with_fault_hook(Arc::new(|_, _| {
+                chaos::point();
+                Ok(())
+            }));
+        }
         Ok(Self { workspace, ledger, runtime })
     }
 
@@ -137,7 +144,12 @@ fn toolbox() -> Toolbox {
         slots: slots.cores,
         launcher: Arc::new(LocalLauncher::new(vec![exe.clone().into(), "supervise".into()], slots)),
         exe: vec![exe],
-        fault: None,
+        fault: chaos::is_doomed().then(|| -> EffectHook {
+            Arc::new(|_| {
+                chaos::point();
+                Ok(())
+            })
+        }),
     }
 }
 

@@ -11,6 +11,7 @@ mod plan;
 mod quickstart;
 mod review;
 mod runs;
+mod selftest;
 mod train;
 
 use crate::{
@@ -42,6 +43,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         Command::Logprobs(args) => model::logprobs(args),
         Command::Bench(args) => bench::run(args, json),
         Command::Runs(command) => runs::run(command, json),
+        Command::Selftest(args) => selftest::run(args, json),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Cli::command(), "hone", &mut script);
