@@ -173,7 +173,7 @@ impl Chaos {
             while !over && outcome.faults < self.kills {
                 see(&format!("kill {} of {}", outcome.faults + 1, self.kills));
                 let mut command = self.command(&folder)?;
-                let at_a_point = draw.next_u32() % 2 == 0;
+                let at_a_point = draw.next_u32().is_multiple_of(2);
                 if at_a_point {
                     command.env(DIE_AT, (1 + draw.next_u32() % 24).to_string());
                 }
@@ -185,7 +185,7 @@ impl Chaos {
                     let _ = life.wait();
                     outcome.faults += 1;
                     // One time in four all that it started goes with it, as when the power fails.
-                    if draw.next_u32() % 4 == 0 {
+                    if draw.next_u32().is_multiple_of(4) {
                         kill_runs(&folder)?;
                     }
                 }
