@@ -57,6 +57,17 @@ pub enum Command {
         #[arg(long, default_value = ".")]
         workspace: PathBuf,
     },
+    /// Make a campaign again from the recorded replies of its models, offline, and compare it event by event.
+    Replay {
+        /// The campaign's name.
+        campaign: String,
+        /// Make the training runs and evaluations again, too, instead of taking their results from the record.
+        #[arg(long)]
+        train: bool,
+        /// Where the workspace lies.
+        #[arg(long, default_value = ".")]
+        workspace: PathBuf,
+    },
     /// Train a recipe.
     Train(Train),
     /// Evaluate a model on a suite.

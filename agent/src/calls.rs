@@ -3,6 +3,7 @@
 
 use crate::workspace::Workspace;
 use hone_evals::meter::{Budget, Call, Meter, Outcome, Spend};
+use hone_evals::remote::Recording;
 use hone_runs::{Class, Failure, Result, failure::Context};
 use std::collections::BTreeMap;
 use std::fs::{self, OpenOptions};
@@ -43,16 +44,23 @@ fn ends_with_newline(path: &Path) -> Result<bool> {
     Ok(text.last().is_none_or(|&byte| byte == b'\n'))
 }
 
-/// What the calls recorded at `path` cost. The last state of a call counts; one that is still reserved was cut off, and is charged.
-fn spent(path: &Path) -> Result<Spend> {
+/// The replies that a campaign's models gave, for a replay. None where it called nobody.
+///
+/// # Errors
+/// As [`meter`].
+pub fn recording(workspace: &Workspace, campaign: &str) -> Result<Recording> {
+    Ok(Recording::new(read(&path(workspace, campaign))?.into_values()))
+}
+
+/// The calls recorded at `path` by number, each in its last state.
+fn read(path: &Path) -> Result<BTreeMap<u64, Call>> {
     let text = match fs::read_to_string(path) {
         Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Spend::default()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
         Err(e) => return Err(Failure::new(Class::Infrastructure, format!("{} cannot be read: {e}.", path.display()))),
     };
     let mut calls: BTreeMap<u64, Call> = BTreeMap::new();
-    let lines: Vec<&str> = text.lines().collect();
-    for (i, line) in lines.iter().enumerate().filter(|(_, line)| !line.is_empty()) {
+    for (i, line) in text.lines().enumerate().filter(|(_, line)| !line.is_empty()) {
         match serde_json::from_str::<Call>(line) {
             Ok(call) => drop(calls.insert(call.id, call)),
             // Torn by a crash: last in the file, or last before a process took it up again.
@@ -64,6 +72,12 @@ fn spent(path: &Path) -> Result<Spend> {
             }
         }
     }
+    Ok(calls)
+}
+
+/// What the calls recorded at `path` cost. The last state of a call counts; one that is still reserved was cut off, and is charged.
+fn spent(path: &Path) -> Result<Spend> {
+    let calls = read(path)?;
     let mut spend = Spend { calls: calls.len() as u64, ..Spend::default() };
     for call in calls.values().filter(|call| call.outcome != Outcome::Failed) {
         let tokens = call.usage.tokens();
@@ -99,6 +113,7 @@ mod tests {
             request: serde_json::Value::Null,
             reply: None,
             error: None,
+            class: None,
         };
         serde_json::to_string(&call).unwrap()
     }

@@ -9,6 +9,7 @@ use crate::judge::Judge;
 use crate::progress::{Observer, Progress};
 use crate::proposal::Proposer;
 use crate::record::{Ended, Record, Started, Subject, step};
+use crate::replay::{Guide, Turn};
 use crate::run::Job;
 use crate::scope::Scope;
 use crate::workspace::{Lock, Workspace};
@@ -102,6 +103,8 @@ pub struct Campaign {
     live: Mutex<BTreeSet<PathBuf>>,
     since: Instant,
     recorded: Mutex<f64>,
+    /// The recorded campaign that this one is a replay of.
+    guide: Option<Guide>,
     _lock: Lock,
 }
 
@@ -197,6 +200,24 @@ impl Campaign {
         Ok(Arc::new(Self::new(workspace, ledger, tools, observer, scope, history, lock)))
     }
 
+    /// Begins to make a recorded campaign again, in a workspace and a ledger of its own.
+    pub(crate) async fn follow(
+        workspace: Workspace,
+        guide: Guide,
+        ledger: Ledger,
+        tools: Toolbox,
+        observer: Arc<dyn Observer>,
+    ) -> Result<Arc<Self>> {
+        let name = guide.name().to_string();
+        let lock = workspace.try_lock(&name)?;
+        let payload = guide.started().payload.clone();
+        let event = ledger.append(NewEvent::new(&name, 0, step::START, Started::KIND, payload)).await?;
+        let history = History::of(&[event.event])?;
+        let scope = history.started.goal.scope(&history.started.goal_path, &history.started.data)?;
+        let campaign = Self::new(workspace, ledger, tools, observer, scope, history, lock);
+        Ok(Arc::new(Self { guide: Some(guide), ..campaign }))
+    }
+
     fn new(
         workspace: Workspace,
         ledger: Ledger,
@@ -214,6 +235,7 @@ impl Campaign {
             live: Mutex::default(),
             since: Instant::now(),
             recorded: Mutex::default(),
+            guide: None,
             _lock: lock,
             workspace,
             ledger,
@@ -289,6 +311,15 @@ impl Campaign {
             if done {
                 continue;
             }
+            match self.guide.as_ref().map(|guide| guide.turn(round)) {
+                Some(Turn::Unwritten) => return Ok(End::Paused),
+                Some(Turn::Ended(why)) if why == Ended::STOPPED => return self.end(Ended::STOPPED).await,
+                Some(Turn::Ended(why)) => {
+                    reason = why;
+                    break;
+                }
+                Some(Turn::Go) | None => {}
+            }
             match self.requested().await? {
                 Some(Request::Pause) => return Ok(End::Paused),
                 Some(Request::Stop) => return self.end(Ended::STOPPED).await,
@@ -310,12 +341,19 @@ impl Campaign {
                 reason = budget.to_string();
                 break;
             }
-            if fruitless >= FRUITLESS && round < rounds {
+            // A person read it then, and went on.
+            if fruitless >= FRUITLESS && round < rounds && self.guide.is_none() {
                 let last =
                     self.with(|history| history.rounds.get(&round).and_then(|r| r.refusal()).unwrap_or_default());
                 return Err(Failure::new(Class::Agent, format!("{fruitless} rounds in a row had no candidate. The last: {last}"))
                     .hint("Read the refusals with `hone campaign status`, change the proposer or what the goal opens, and resume."));
             }
+        }
+        if let Some(guide) = &self.guide {
+            if !guide.is_over() {
+                return Ok(End::Paused);
+            }
+            self.people(guide.first_of(rounds + 1).unwrap_or(i64::MAX)).await?;
         }
         if !self.closing(rounds + 1).await? {
             return Ok(End::Paused);
@@ -411,16 +449,18 @@ impl Campaign {
         let cost = self.with(|history| history.cost);
         // Rounds under way are not in the ledger's wall time yet: this process's own is.
         let wall = cost.wall_s + self.unrecorded_wall();
+        // Of a replay, what time and disk allowed is the record's to say.
+        let first_hand = self.guide.is_none();
         let reached = [
-            ("wall", budget.wall.is_some_and(|b| wall >= b.as_seconds())),
-            ("device_hours", budget.device_hours.is_some_and(|b| cost.device_s >= b * 3600.0)),
+            ("wall", first_hand && budget.wall.is_some_and(|b| wall >= b.as_seconds())),
+            ("device_hours", first_hand && budget.device_hours.is_some_and(|b| cost.device_s >= b * 3600.0)),
             ("usd", budget.usd.is_some_and(|b| cost.usd >= b)),
             ("tokens", budget.tokens.is_some_and(|b| cost.model_tokens >= b.0)),
         ];
         if let Some((name, _)) = reached.iter().find(|(_, over)| *over) {
             return Ok(Some((*name).into()));
         }
-        let Some(disk) = budget.disk else { return Ok(None) };
+        let Some(disk) = budget.disk.filter(|_| first_hand) else { return Ok(None) };
         let taken = size(&self.workspace.runs_path(&self.name));
         Ok((taken >= disk.0).then(|| "disk".into()))
     }
@@ -454,19 +494,50 @@ impl Campaign {
         if let Some(stored) = self.with(|history| history.stored::<T>(round, step, replicate))? {
             return Ok(stored);
         }
+        if let Some(position) = self.guide.as_ref().and_then(|g| g.position(round, step, replicate, T::KIND)) {
+            self.people(position).await?;
+        }
         let made = work.await?;
         self.record(round, step, replicate, made).await
     }
 
     /// Appends an event and takes it into the history; what stands already stands.
     pub(crate) async fn record<T: Record>(&self, round: u32, step: &str, replicate: i64, made: T) -> Result<T> {
-        let event = NewEvent::new(&self.name, round, step, T::KIND, encode(&made)?).replicate(replicate);
+        let payload = encode(&made)?;
+        if let Some(guide) = &self.guide {
+            guide.check(round, step, replicate, T::KIND, &payload)?;
+            if let Some(position) = guide.position(round, step, replicate, T::KIND) {
+                self.people(position).await?;
+            }
+        }
+        let event = NewEvent::new(&self.name, round, step, T::KIND, payload).replicate(replicate);
         self.ledger.append(event).await?;
         self.sync().await?;
         let stored = self.with(|history| history.stored::<T>(round, step, replicate))?;
         stored.ok_or_else(|| {
             Failure::new(Class::Integrity, format!("The `{}` event of round {round} is not in the ledger.", T::KIND))
         })
+    }
+
+    /// In a replay: the decisions that people had made before a place in the recorded chain.
+    pub(crate) async fn people(&self, before: i64) -> Result<()> {
+        let Some(guide) = &self.guide else { return Ok(()) };
+        for event in guide.decisions(before) {
+            let new = NewEvent::new(&self.name, event.round, &event.step, &event.kind, event.payload);
+            self.ledger.append(new.replicate(event.replicate)).await?;
+        }
+        self.sync().await
+    }
+
+    /// In a replay: what the record says of a run; None where runs are made.
+    pub(crate) fn recall<T: Clone>(&self, what: &str, read: impl FnOnce(&History) -> Option<T>) -> Result<Option<T>> {
+        self.guide.as_ref().map_or(Ok(None), |guide| guide.recall(what, read))
+    }
+
+    /// In a replay: why the record has no more runs of this round.
+    pub(crate) fn cut(&self, round: u32) -> Option<String> {
+        let made = self.with(|history| history.made(round));
+        self.guide.as_ref().and_then(|guide| guide.cut(round, made))
     }
 
     /// Takes in what this and other processes appended. Two tasks may read the same events: the fold passes over what it knows.

@@ -399,6 +399,12 @@ impl History {
         }))
     }
 
+    /// Results of training and evaluation that were recorded in a round.
+    pub(crate) fn made(&self, round: u32) -> usize {
+        let is_result = |kind: &str| [Trained::KIND, Measured::KIND].contains(&kind);
+        self.keys.keys().filter(|(of, _, _, kind)| *of == round && is_result(kind)).count()
+    }
+
     /// The reports behind a commit's scores.
     pub fn reports(&self, commit: &str) -> impl Iterator<Item = &ReportRef> {
         self.measured.values().filter(move |m| m.subject.commit == commit).flat_map(|m| &m.reports)

@@ -17,6 +17,7 @@ pub mod progress;
 pub mod prompt;
 pub mod proposal;
 pub mod record;
+pub mod replay;
 pub mod review;
 mod round;
 pub mod rules;

@@ -87,7 +87,9 @@ impl Llm {
                 reply => reply?,
             };
             self.charge(&mut usage, &reply);
-            transcript.push(Message::assistant(masker.mask(&reply.text)));
+            // Masked before it is understood: what a proposal says is stored, and a replay hears it as it was recorded.
+            let reply = ChatReply { text: masker.mask(&reply.text), ..reply };
+            transcript.push(Message::assistant(&reply.text));
             let problem = match self.understand(observation, &reply) {
                 Ok(proposal) => break Ok(proposal),
                 Err(problem) => problem,

@@ -3,7 +3,7 @@
 
 use crate::admit::editable_files;
 use crate::campaign::Campaign;
-use crate::digest::{self, LogDigest, clean, cut};
+use crate::digest::{self, LogDigest, Series, clean, cut};
 use crate::history::{History, Round};
 use crate::judge::Verdict;
 use crate::prompt::TEMPLATES;
@@ -57,7 +57,7 @@ impl Campaign {
             resolved: resolved(&folder.join("manifest.json")),
             history: history.rounds.range(..round).map(|(number, past)| recall(*number, past)).collect(),
             // A run without curves or alarms shows none: that is not an error of the loop.
-            curves: metrics::read(&folder).map(|m| digest::curves(&m)).unwrap_or_default(),
+            curves: metrics::read(&folder).map(|m| reproducible(digest::curves(&m))).unwrap_or_default(),
             alarms: alarms(&folder.join(alarm::FILE)),
             failed_samples: self.failed_samples(&history, commit, seed),
             notes: observed.notes.clone(),
@@ -118,6 +118,12 @@ impl Campaign {
     }
 }
 
+/// The curves without those that a clock made: what is proposed must not depend on how fast a machine was.
+fn reproducible(mut curves: BTreeMap<String, Series>) -> BTreeMap<String, Series> {
+    curves.retain(|name, _| !["_per_second", "_seconds"].iter().any(|end| name.ends_with(end)));
+    curves
+}
+
 /// A round as later proposals see it.
 fn recall(number: u32, round: &Round) -> Past {
     let ruling = round.ruling.as_ref();
@@ -150,4 +156,16 @@ fn alarms(path: &Path) -> Vec<Alarm> {
     let Ok(file) = File::open(path) else { return Vec::new() };
     let lines = BufReader::new(file).lines().map_while(std::result::Result::ok);
     lines.filter_map(|line| serde_json::from_str(&line).ok()).take(ALARMS).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_clock_is_shown_to_a_proposer() {
+        let names = ["stages.0/train/loss", "stages.0/train/tokens_per_second", "stages.0/train/step_seconds"];
+        let curves = names.map(|name| (name.to_string(), Series::default())).into();
+        assert_eq!(reproducible(curves).into_keys().collect::<Vec<_>>(), ["stages.0/train/loss"]);
+    }
 }

@@ -14,6 +14,7 @@ use crate::record::{
     Admission, Admitted, Closed, Confirmation, Incumbent, Learned, Observed, Policy, Queued, ReportRef, Ruling,
     Screened, Subject, Took, score_key, step,
 };
+use crate::replay;
 use crate::run::{Job, incumbent_replicate};
 use hone_evals::evaluate::Report;
 use hone_evals::stats;
@@ -164,7 +165,7 @@ impl Campaign {
             if let Some((verdict, reason)) = found.trouble {
                 break Screen::Stop { verdict, estimate: None, reason };
             }
-            let Some(free) = self.may_run().await? else { return Ok(None) };
+            let Some(free) = self.may_run(round).await? else { return Ok(None) };
             if let Err(reason) = free {
                 break Screen::Stop { verdict: Verdict::Incomplete, estimate: None, reason };
             }
@@ -271,7 +272,7 @@ impl Campaign {
             if let Some((verdict, reason)) = found.trouble {
                 return Ok(Some(Ruling::early(verdict, reason, Some(*screened))));
             }
-            let Some(free) = self.may_run().await? else { return Ok(None) };
+            let Some(free) = self.may_run(round).await? else { return Ok(None) };
             if let Err(reason) = free {
                 return Ok(Some(Ruling::early(Verdict::Incomplete, reason, Some(*screened))));
             }
@@ -416,13 +417,16 @@ impl Campaign {
     }
 
     /// Asked before runs are made: None for a pause, an error for why there may be no more.
-    async fn may_run(&self) -> Result<Option<std::result::Result<(), String>>> {
+    async fn may_run(&self, round: u32) -> Result<Option<std::result::Result<(), String>>> {
         use crate::campaign::Request;
+        if let Some(reason) = self.cut(round) {
+            return Ok(Some(Err(reason)));
+        }
         Ok(match self.requested().await? {
             Some(Request::Pause) => None,
-            Some(Request::Stop) => Some(Err("The campaign was stopped.".into())),
+            Some(Request::Stop) => Some(Err(replay::STOPPED.into())),
             None => Some(match self.spent()? {
-                Some(budget) => Err(format!("The budget of {budget} was reached before the round was done.")),
+                Some(budget) => Err(replay::reached(&budget)),
                 None => Ok(()),
             }),
         })

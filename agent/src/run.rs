@@ -87,14 +87,24 @@ impl Campaign {
         let trained = match known {
             Some(trained) => trained,
             None => {
-                let trained = self.train(job, &folder).await?;
+                let what = format!("a training run of {name} with seed {seed}");
+                let recalled = self.recall(&what, |h| h.trained(&job.subject.commit, seed).cloned())?;
+                let trained = match recalled {
+                    Some(trained) => trained,
+                    None => self.train(job, &folder).await?,
+                };
                 self.record(job.round, job.step, job.replicate, trained).await?
             }
         };
         let mut trouble = trouble(&trained.status);
         let mut score = None;
         if let (Status::Done, Some(left)) = (&trained.status, &trained.left) {
-            let measured = self.measure(job, &folder, left).await?;
+            let what = format!("a measurement of {name} with seed {seed} on {}", job.subset);
+            let recalled = self.recall(&what, |h| h.measured(&job.subject.commit, seed, &job.subset).cloned())?;
+            let measured = match recalled {
+                Some(measured) => measured,
+                None => self.measure(job, &folder, left).await?,
+            };
             let measured: Measured = self.record(job.round, job.step, job.replicate, measured).await?;
             trouble = self::trouble(&measured.status);
             score = measured.scores.get(&self.with(|history| history.metric_key())).copied();

@@ -103,6 +103,26 @@ impl Workspace {
         commit().context(Class::Infrastructure, failed)
     }
 
+    /// A repository of its own at `root` that reads this one's objects and writes none there; `head` is its HEAD, and its folder is empty.
+    ///
+    /// # Errors
+    /// `Infrastructure` when it cannot be made.
+    pub(crate) fn twin(&self, root: &Path, head: &str) -> Result<Self> {
+        let failed = || "A scratch copy of the repository cannot be made".to_string();
+        let objects = self.repository()?.commondir().join("objects");
+        let made = || -> std::result::Result<(), git2::Error> {
+            let alternates = Repository::init(root)?.path().join("objects/info/alternates");
+            fs::write(&alternates, format!("{}\n", objects.display()))
+                .map_err(|e| git2::Error::from_str(&e.to_string()))?;
+            // Opened anew: the object store reads its alternates when it is opened.
+            let repository = Repository::open(root)?;
+            repository.reference("refs/heads/main", Oid::from_str(head)?, true, "hone: replay")?;
+            repository.set_head("refs/heads/main")
+        };
+        made().context(Class::Infrastructure, failed)?;
+        Self::discover(root)
+    }
+
     /// Where a campaign's run folders lie.
     pub fn runs_path(&self, campaign: &str) -> PathBuf {
         self.root.join("runs").join(campaign)

@@ -112,6 +112,9 @@ pub struct Call {
     /// Why there was none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
+    /// The error's class.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub class: Option<Class>,
 }
 
 /// Stores a call. When it fails, the call does not start, or its reply is not used: nothing is spent unrecorded.
@@ -238,6 +241,7 @@ pub(crate) struct Ending {
     pub usage: Option<Usage>,
     pub reply: Option<serde_json::Value>,
     pub error: Option<String>,
+    pub class: Option<Class>,
 }
 
 impl Reservation {
@@ -265,7 +269,7 @@ impl Reservation {
             state.spent.cut_off_usd += usd;
         }
         drop(state);
-        (call.outcome, call.reply, call.error) = (ending.outcome, ending.reply, ending.error);
+        (call.outcome, call.reply, call.error, call.class) = (ending.outcome, ending.reply, ending.error, ending.class);
         (self.meter.record)(&call)
     }
 }
@@ -273,7 +277,9 @@ impl Reservation {
 impl Drop for Reservation {
     fn drop(&mut self) {
         let error = Some("The caller did not wait for the reply.".to_string());
-        if let Err(failure) = self.end(Ending { outcome: Outcome::CutOff, usage: None, reply: None, error }) {
+        if let Err(failure) =
+            self.end(Ending { outcome: Outcome::CutOff, usage: None, reply: None, error, class: None })
+        {
             tracing::warn!("a call cut off could not be recorded: {}", failure.message);
         }
     }
@@ -297,12 +303,13 @@ mod tests {
             request: Value::Null,
             reply: None,
             error: None,
+            class: None,
         }
     }
 
     fn answered(prompt_tokens: u64, completion_tokens: u64) -> Ending {
         let usage = Some(Usage { prompt_tokens, completion_tokens, estimated: false });
-        Ending { outcome: Outcome::Answered, usage, reply: None, error: None }
+        Ending { outcome: Outcome::Answered, usage, reply: None, error: None, class: None }
     }
 
     fn tokens(limit: u64) -> Arc<Meter> {
@@ -347,7 +354,8 @@ mod tests {
         let meter = tokens(100);
         drop(meter.reserve(call(20, 40), None).unwrap());
         assert_eq!((meter.spend().tokens, meter.spend().cut_off_tokens), (60, 60));
-        let failed = Ending { outcome: Outcome::Failed, usage: Some(Usage::default()), reply: None, error: None };
+        let usage = Some(Usage::default());
+        let failed = Ending { outcome: Outcome::Failed, usage, reply: None, error: None, class: None };
         meter.reserve(call(20, 20), None).unwrap().settle(failed).unwrap();
         assert_eq!(meter.spend().tokens, 60);
     }

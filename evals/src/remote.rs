@@ -4,8 +4,10 @@
 //! The library's own retries would hide attempts from the meter, so its calls go through a service that sends once.
 
 mod model;
+mod recorded;
 
 pub use model::RemoteModel;
+pub use recorded::Recording;
 
 use crate::mask::Masker;
 use crate::meter::{Call, Ending, Meter, Outcome, Price, Usage};
@@ -149,6 +151,8 @@ struct Shared {
     masker: Masker,
     patience: Patience,
     circuit: Mutex<Circuit>,
+    /// Replies come from here, and nothing is sent.
+    recording: Option<Arc<Recording>>,
 }
 
 /// Opens after many failures in a row, so that a dead endpoint is not asked again and again.
@@ -194,6 +198,18 @@ impl Client {
     /// # Errors
     /// [`Class::Usage`] where the URL is none or the key's variable is not set; [`Class::Infrastructure`] where no TLS can be set up.
     pub fn new(endpoint: Endpoint, meter: Arc<Meter>, purpose: &str) -> Result<Self> {
+        Self::build(endpoint, meter, purpose, None)
+    }
+
+    /// A client that sends nothing: every reply is one of `recording`, found by what was asked, and charged as it was then. It needs no key.
+    ///
+    /// # Errors
+    /// As [`Client::new`].
+    pub fn replay(endpoint: Endpoint, meter: Arc<Meter>, purpose: &str, recording: Arc<Recording>) -> Result<Self> {
+        Self::build(Endpoint { api_key_env: None, ..endpoint }, meter, purpose, Some(recording))
+    }
+
+    fn build(endpoint: Endpoint, meter: Arc<Meter>, purpose: &str, recording: Option<Arc<Recording>>) -> Result<Self> {
         let key = key(&endpoint)?;
         let url = reqwest::Url::parse(&endpoint.base_url).ok().filter(|url| matches!(url.scheme(), "http" | "https"));
         let Some(url) = url else {
@@ -202,7 +218,7 @@ impl Client {
                 Failure::new(Class::Usage, message).hint("set `base_url`, for example http://127.0.0.1:8000/v1")
             );
         };
-        let http = http_client(&endpoint, url.scheme() == "https")?;
+        let http = http_client(&endpoint, url.scheme() == "https" && recording.is_none())?;
         // Organisation and project headers, which the library takes from the environment, are no business of other endpoints.
         let config = OpenAIConfig::new()
             .with_api_base(endpoint.base_url.trim_end_matches('/'))
@@ -218,7 +234,8 @@ impl Client {
             Patience { first: Duration::from_millis(500), longest: seconds(30), failures, rest: seconds(60) };
         let masker = Masker::from_environment(key);
         let purpose = purpose.to_string();
-        let shared = Shared { endpoint, purpose, api, meter, masker, patience, circuit: Mutex::default() };
+        let circuit = Mutex::default();
+        let shared = Shared { endpoint, purpose, api, meter, masker, patience, circuit, recording };
         Ok(Self { shared: Arc::new(shared) })
     }
 
@@ -249,6 +266,9 @@ impl Client {
     async fn ask(&self, request: Request) -> Result<ChatReply> {
         let shared = &*self.shared;
         let (body, worst) = shared.body(&request);
+        if let Some(recording) = &shared.recording {
+            return shared.recall(recording, &body, worst);
+        }
         let mut attempt = 1;
         loop {
             shared.admit()?;
@@ -319,20 +339,7 @@ impl Shared {
         worst: Usage,
         attempt: u32,
     ) -> Result<std::result::Result<ChatReply, Setback>> {
-        let call = Call {
-            id: 0,
-            purpose: self.purpose.clone(),
-            model: self.endpoint.model.clone(),
-            endpoint: self.masker.mask(&self.endpoint.base_url),
-            attempt,
-            outcome: Outcome::Reserved,
-            usage: worst,
-            usd: None,
-            request: body.clone(),
-            reply: None,
-            error: None,
-        };
-        let reservation = self.meter.reserve(call, self.endpoint.price)?;
+        let reservation = self.meter.reserve(self.call(body, worst, attempt), self.endpoint.price)?;
         // The HTTP client has the same limit; this one holds whatever it does.
         let limit = self.endpoint.timeout.duration() + Duration::from_secs(5);
         let answer = match tokio::time::timeout(limit, self.api.chat().create_byot::<_, Value>(body)).await {
@@ -346,22 +353,35 @@ impl Shared {
                 let usage = Some(parsed.as_ref().map_or(worst, |reply| reply.usage));
                 let reply = Some(self.masker.mask_json(&reply));
                 let error = parsed.is_none().then(|| "no message".to_string());
-                reservation.settle(Ending { outcome: Outcome::Answered, usage, reply, error })?;
-                let failure = || {
-                    let message = format!("The reply of {} holds no message.", self.endpoint.base_url);
-                    Failure::new(Class::Infrastructure, self.masker.mask(&message))
-                        .hint("check that `base_url` is an OpenAI-compatible endpoint (…/v1)")
-                };
-                Ok(parsed.ok_or_else(|| Setback { failure: failure(), again: None, cut_off: false }))
+                reservation.settle(Ending { outcome: Outcome::Answered, usage, reply, error, class: None })?;
+                Ok(parsed.ok_or_else(|| Setback { failure: self.silent(), again: None, cut_off: false }))
             }
             Err(setback) => {
                 self.count(setback.again.is_some().then_some(setback.failure.message.as_str()));
-                let error = Some(setback.failure.message.clone());
+                let (error, class) = (Some(setback.failure.message.clone()), Some(setback.failure.class));
                 let (outcome, usage) =
                     if setback.cut_off { (Outcome::CutOff, None) } else { (Outcome::Failed, Some(Usage::default())) };
-                reservation.settle(Ending { outcome, usage, reply: None, error })?;
+                reservation.settle(Ending { outcome, usage, reply: None, error, class })?;
                 Ok(Err(setback))
             }
+        }
+    }
+
+    /// A call that is about to be made.
+    fn call(&self, body: &Value, worst: Usage, attempt: u32) -> Call {
+        Call {
+            id: 0,
+            purpose: self.purpose.clone(),
+            model: self.endpoint.model.clone(),
+            endpoint: self.masker.mask(&self.endpoint.base_url),
+            attempt,
+            outcome: Outcome::Reserved,
+            usage: worst,
+            usd: None,
+            request: body.clone(),
+            reply: None,
+            error: None,
+            class: None,
         }
     }
 
@@ -405,6 +425,12 @@ impl Shared {
         let spread = draws(seed, "backoff", attempt.into(), 0).random_range(0.5..1.0);
         let backoff = self.patience.first.saturating_mul(1 << (attempt - 1).min(16)).mul_f64(spread);
         asked.unwrap_or_default().max(backoff).min(self.patience.longest)
+    }
+
+    fn silent(&self) -> Failure {
+        let message = format!("The reply of {} holds no message.", self.endpoint.base_url);
+        Failure::new(Class::Infrastructure, self.masker.mask(&message))
+            .hint("check that `base_url` is an OpenAI-compatible endpoint (…/v1)")
     }
 
     fn too_slow(&self) -> Setback {

@@ -375,7 +375,7 @@ pub fn fold(events: &[Event]) -> Fold {
 }
 
 /// The payload with sorted keys and without its volatile parts; `None` where it is volatile as a whole.
-fn canonical(payload: &Value) -> Option<Value> {
+pub fn canonical(payload: &Value) -> Option<Value> {
     let volatile_only = payload.as_object().is_some_and(|members| members.len() == 1 && members.contains_key(VOLATILE));
     (!volatile_only).then(|| settled(payload))
 }

@@ -15,14 +15,14 @@ use hone_agent::{
     progress::{Observer, Progress},
     proposal::{Decision, Proposer},
     record::RecipeFacts,
-    review,
+    replay, review,
     search::Search,
     status::{self, Overview, Row, Scores, State},
     workspace::Workspace,
 };
 use hone_evals::{
-    meter::{Budget, Meter, Price},
-    remote::{Client, Endpoint},
+    meter::{Budget, Meter, Price, Spend},
+    remote::{Client, Endpoint, Recording},
 };
 use hone_runs::{
     Class, Failure, Result,
@@ -155,22 +155,67 @@ fn toolbox() -> Toolbox {
 
 /// The campaign's proposers; those that call a model share one meter.
 fn proposers(workspace: &Workspace, campaign: &Campaign) -> Result<Vec<Arc<dyn Proposer>>> {
-    let goal = campaign.goal();
-    let budget = Budget { tokens: goal.budget.tokens.map(|t| t.0), usd: goal.budget.usd };
     let mut meter = None;
-    let one = |kind: &Kind| -> Result<Arc<dyn Proposer>> {
-        let llm = match kind {
-            Kind::Search => return Ok(Arc::new(Search)),
-            Kind::Llm(llm) => llm,
-        };
+    proposers_of(campaign.goal(), |endpoint, budget| {
         let meter = match &meter {
             Some(meter) => Arc::clone(meter),
             None => Arc::clone(meter.insert(calls::meter(workspace, campaign.name(), budget)?)),
         };
-        let client = Client::new(endpoint(llm), meter, "propose")?;
-        Ok(Arc::new(Llm::new(client, llm.max_tokens as usize, llm.temperature)))
+        Client::new(endpoint, meter, "propose")
+    })
+}
+
+/// A goal's proposers, with `client` for those that call a model.
+fn proposers_of(
+    goal: &Goal,
+    mut client: impl FnMut(Endpoint, Budget) -> Result<Client>,
+) -> Result<Vec<Arc<dyn Proposer>>> {
+    let budget = Budget { tokens: goal.budget.tokens.map(|t| t.0), usd: goal.budget.usd };
+    let one = |kind: &Kind| -> Result<Arc<dyn Proposer>> {
+        Ok(match kind {
+            Kind::Search => Arc::new(Search),
+            Kind::Llm(llm) => {
+                Arc::new(Llm::new(client(endpoint(llm), budget)?, llm.max_tokens as usize, llm.temperature))
+            }
+        })
     };
     goal.proposer.all().iter().map(one).collect()
+}
+
+/// Makes a campaign again from its record and compares.
+pub fn replay(name: &str, train: bool, workspace: &Path, json: bool) -> Result<()> {
+    let opened = Opened::at(workspace)?;
+    let name = opened.campaign(Some(name))?;
+    let display = Arc::new(Display::new());
+    let from_record = |goal: &Goal, recording: &Arc<Recording>| {
+        let mut meter = None;
+        proposers_of(goal, |endpoint, budget| {
+            let meter = meter.get_or_insert_with(|| Meter::new(budget, Spend::default(), |_| Ok(())));
+            Client::replay(endpoint, Arc::clone(meter), "propose", Arc::clone(recording))
+        })
+    };
+    let replayed = opened.runtime.block_on(replay::replay(
+        &opened.workspace,
+        &opened.ledger,
+        &name,
+        train,
+        toolbox(),
+        display.clone(),
+        &from_record,
+    ));
+    display.clear();
+    let found = replayed?;
+    output::either(json, &found, || {
+        let runs = if found.trained { "runs made again" } else { "runs taken from the record" };
+        let part = if found.complete { "the whole campaign" } else { "as far as its last whole round" };
+        format!(
+            "{name}: {part}, {} rounds, {} recorded replies, {runs}, no network: all {} events are the same, byte for byte ({}).",
+            found.rounds,
+            found.requests,
+            found.events,
+            short(&found.hash)
+        )
+    })
 }
 
 /// Where a goal's language model answers.

@@ -37,6 +37,7 @@ pub fn run(cli: &Cli) -> Result<ExitCode> {
         Command::Campaign(command) => campaign::run(command, json),
         Command::Review(command) => review::run(command, json),
         Command::Verify { campaign, workspace } => campaign::verify(campaign, workspace, json),
+        Command::Replay { campaign, train, workspace } => campaign::replay(campaign, *train, workspace, json),
         Command::Train(args) => train::run(args, json),
         Command::Eval(args) => eval::run(args, json),
         Command::Generate(args) => model::generate(args, json),

@@ -1,6 +1,7 @@
 //! Whole campaigns of the built binary, on a model that trains in about a second.
 
 use crate::support::{SUITE, expect, hone, json, sft_recipe, stderr, write};
+use hone_runs::ledger::{Fold, Ledger};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -33,6 +34,15 @@ fn campaign(folder: &Path, args: &[&str]) -> Command {
     let mut command = hone();
     command.current_dir(folder).args(["--json", "campaign"]).args(args);
     command
+}
+
+fn fold(folder: &Path) -> Fold {
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    runtime.block_on(async {
+        let ledger = Ledger::open(&folder.join(".hone/ledger.db")).await.expect("a ledger");
+        ledger.verify("c1").await.expect("a whole chain");
+        ledger.canonical_fold("c1").await.expect("a fold")
+    })
 }
 
 /// Whole campaigns are killed, paused, starved of disk and set in wrong clocks, and come to what an undisturbed one comes to.
@@ -101,6 +111,38 @@ fn a_scripted_model_that_is_good_malformed_out_of_scope_and_chatty_is_handled() 
     assert!(shown["cost"]["model_tokens"].as_u64() >= Some(120), "{shown}");
     let suite = std::fs::read_to_string(folder.path().join("evals/addition.yaml")).expect("a suite");
     assert_eq!(suite, SUITE);
+}
+
+#[test]
+fn a_scripted_campaign_is_replayed_when_its_endpoint_is_gone() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime");
+    let good = proposal("recipe/recipe.yaml", "optimizer.lr", json!(0.003));
+    let prose = Value::String("I would suggest raising the learning rate a little.".into());
+    let server = runtime.block_on(server(vec![good.clone(), prose, good]));
+    workspace(folder.path(), &llm_goal(&server.uri(), 2));
+    expect(&mut campaign(folder.path(), &["run"]), 0);
+    drop(server);
+    let recorded = fold(folder.path());
+    let replay = |more: &[&str], code| {
+        let mut command = hone();
+        command.current_dir(folder.path()).args(["--json", "replay", "c1"]).args(more);
+        expect(&mut command, code)
+    };
+    for (more, trained) in [(&[][..], false), (&["--train"][..], true)] {
+        let found = json(&replay(more, 0));
+        assert_eq!((&found["hash"], &found["trained"]), (&json!(recorded.hash), &json!(trained)), "{found}");
+        assert_eq!((&found["rounds"], &found["requests"], &found["complete"]), (&json!(2), &json!(3), &json!(true)));
+        assert_eq!(found["events"], json!(recorded.events.len()), "{found}");
+    }
+    assert_eq!(fold(folder.path()), recorded);
+
+    // A reply that was changed since is found out.
+    let calls = folder.path().join(".hone/calls/c1.jsonl");
+    let text = std::fs::read_to_string(&calls).expect("a record");
+    std::fs::write(&calls, text.replace(": 0.003", ": 0.004").replace(":0.003", ":0.004")).expect("a record");
+    let said = stderr(&replay(&[], 4));
+    assert!(said.contains("round 1") && said.contains("propose") && said.contains("0.004"), "{said}");
 }
 
 #[test]

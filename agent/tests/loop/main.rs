@@ -4,5 +4,6 @@ mod aborts;
 mod campaign;
 mod fake;
 mod git;
+mod replay;
 mod review;
 mod support;

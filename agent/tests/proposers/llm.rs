@@ -207,6 +207,16 @@ async fn hostile_data_stays_quoted_and_secrets_stay_home() {
 }
 
 #[tokio::test]
+async fn a_key_in_a_reply_is_in_no_proposal() {
+    let key = format!("sk-proj-{}", "Ab3".repeat(16));
+    let reply = json!({"title": format!("Use {key}"), "hypothesis": format!("{key} helps."), "predicted_effect": 0.05,
+        "edits": [{"op": "write", "file": "recipe/note.md", "content": format!("key={key}\n")}]});
+    let (proposed, _) = propose(&[&reply.to_string()], &observation()).await;
+    assert!(proposed.answer.is_ok(), "{:?}", proposed.answer);
+    assert!(!serde_json::to_string(&proposed).unwrap().contains(&key));
+}
+
+#[tokio::test]
 async fn a_workspace_has_its_own_prompts() {
     let mut observation = observation();
     observation.notes = vec!["try the scaffold".into()];
